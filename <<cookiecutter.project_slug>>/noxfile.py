@@ -1,0 +1,108 @@
+"""Installs the project in the right order, then lints, tests or trains: see README.md.
+
+All sessions share .venv, since a framework takes gigabytes; `. .venv/bin/activate` works too.
+"""
+
+import hashlib
+import json
+import os
+import platform
+import sys
+from pathlib import Path
+
+import nox
+from packaging.specifiers import SpecifierSet
+
+nox.needs_version = ">=2024.4.15"
+nox.options.default_venv_backend = "none"
+
+VENV = Path(".venv").resolve()
+STAMP = VENV / "installed.sha256"
+RECIPE = Path("scripts/build_horovod.py")
+PROJECT = nox.project.load_toml("pyproject.toml")["project"]
+EXTRAS = PROJECT["optional-dependencies"]
+FRAMEWORKS = [extra for extra in EXTRAS if extra != "dev"]
+PINS = [pin for extra in FRAMEWORKS for pin in EXTRAS[extra] if not pin.startswith("horovod")]
+# Horovod's collectives of objects need numpy, and the frameworks don't always bring it.
+PINS += [pin for pin in PROJECT["dependencies"] if pin.startswith("numpy")]
+
+
+def fingerprint() -> str:
+    """Names what .venv must hold: it changes when a reinstall is due."""
+    parts = [platform.python_version(), Path("pyproject.toml").read_text(), RECIPE.read_text()]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+
+def check_python(session: nox.Session) -> None:
+    """Refuses an old interpreter now, not after the downloads."""
+    wanted, here = PROJECT["requires-python"], platform.python_version()
+    if here not in SpecifierSet(wanted):
+        session.error(f"nox runs on Python {here}, but the project needs {wanted}.")
+
+
+def run(session: nox.Session, program: str, *arguments: str) -> None:
+    """Runs a program of .venv; the full path keeps any other environment out."""
+    session.run(str(VENV / "bin" / program), *arguments, external=True)
+
+
+def read(session: nox.Session, *arguments: str) -> str:
+    """What .venv's Python prints on stdout."""
+    python = str(VENV / "bin/python")
+    return str(session.run(python, *arguments, silent=True, stderr=None, external=True))
+
+
+def announce_download(session: nox.Session) -> None:
+    """Says so before pip downloads several gigabytes."""
+    session.log("Asking pip which build of the framework it would install.")
+    report = read(session, "-m", "pip", "install", "--dry-run", "--quiet", "--report", "-", *PINS)
+    names = [item["metadata"]["name"] for item in json.loads(report)["install"]]
+    cuda = [name for name in names if name.startswith(("cuda-", "nvidia-"))]
+    if cuda:
+        session.warn(
+            f"pip will now download a CUDA build: several GB, {len(cuda)} CUDA packages. For the CPU build stop here "
+            "(Ctrl-C) and set PIP_EXTRA_INDEX_URL to the CPU index that the framework's install page names."
+        )
+
+
+def install(session: nox.Session) -> None:
+    """Installs the framework, then Horovod built against it, then the project."""
+    check_python(session)
+    session.run(sys.executable, "-m", "virtualenv", "--quiet", str(VENV), external=True)
+    announce_download(session)
+    run(session, "pip", "install", *PINS)
+    wheel = read(session, str(RECIPE)).strip()
+    # pip would keep a Horovod of the same version that was built for another framework.
+    run(session, "pip", "install", "--quiet", "--force-reinstall", "--no-deps", wheel)
+    run(session, "pip", "install", "--quiet", "--editable", f".[{','.join([*FRAMEWORKS, 'dev'])}]")
+    STAMP.write_text(fingerprint())
+
+
+def use_environment(session: nox.Session) -> None:
+    """Makes .venv the session's environment; installs only if something changed."""
+    session.env["PATH"] = f"{VENV / 'bin'}{os.pathsep}{os.environ['PATH']}"
+    session.env["VIRTUAL_ENV"] = str(VENV)
+    if not STAMP.exists() or STAMP.read_text() != fingerprint():
+        install(session)
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Checks style and types."""
+    use_environment(session)
+    run(session, "ruff", "check")
+    run(session, "ruff", "format", "--check")
+    run(session, "mypy")
+
+
+@nox.session
+def tests(session: nox.Session) -> None:
+    """Runs the tests; arguments go to pytest."""
+    use_environment(session)
+    run(session, "pytest", *session.posargs)
+
+
+@nox.session(default=False)
+def train(session: nox.Session) -> None:
+    """Trains on this machine; arguments go to launch/local.sh: `nox -s train -- -n 2 name=first`."""
+    use_environment(session)
+    session.run("launch/local.sh", *session.posargs, external=True)

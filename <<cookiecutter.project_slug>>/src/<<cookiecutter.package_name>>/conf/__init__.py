@@ -1,0 +1,1 @@
+"""Hydra's configuration: train.yaml is the table of contents."""

@@ -1,0 +1,262 @@
+"""Data sets: where samples come from. No framework in it; each wing turns what is fetched into tensors.
+
+A data set gives inputs of shape (n, *shape), channels last, as float32 or as uint8 (0 to 255, made float on the
+device), and integer labels of shape (n,).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from .errors import UserError
+from .sampler import Indices
+
+log = logging.getLogger(__name__)
+
+Array = npt.NDArray[Any]
+Samples = tuple[Array, Array]
+IMAGE_SUFFIXES = {".jpg", ".jpeg", ".png"}
+
+
+class Dataset(Protocol):
+    """Samples that can be fetched by index, in any order, from any process."""
+
+    def __len__(self) -> int:
+        """The number of samples."""
+
+    def fetch(self, indices: Indices, epoch: int) -> Samples:
+        """Inputs and labels of the samples; `epoch` seeds the augmentation."""
+
+
+@dataclass(frozen=True)
+class Splits:
+    """The two parts that every data source provides."""
+
+    train: Dataset
+    validation: Dataset
+
+
+@dataclass(frozen=True)
+class ArrayDataset:
+    """Samples held in memory."""
+
+    inputs: Array
+    labels: Array
+
+    def __len__(self) -> int:
+        """The number of samples."""
+        return len(self.labels)
+
+    def fetch(self, indices: Indices, epoch: int) -> Samples:
+        """The rows at `indices`."""
+        return self.inputs[indices], self.labels[indices]
+
+
+def hold_out(samples: int, fraction: float, seed: int) -> tuple[Indices, Indices]:
+    """Training and validation indices: a random `fraction` is held out, the same on every rank."""
+    if not 0 < fraction < 1:
+        raise UserError(f"validation_fraction={fraction} must lie between 0 and 1, as in 0.1")
+    order = np.random.default_rng(seed).permutation(samples)
+    held = round(samples * fraction)
+    if not 0 < held < samples:
+        raise UserError(f"validation_fraction={fraction} of {samples} samples leaves a part empty: change it")
+    return np.sort(order[held:]), np.sort(order[:held])
+
+
+def digits(validation_fraction: float = 0.2, seed: int = 0) -> Splits:
+    """1,797 handwritten digits of 8 x 8 pixels, from scikit-learn's own files (shape 8, 8, 1; 10 classes)."""
+    spec = find_spec("sklearn")  # its own load_digits() would cost each rank the import of scikit-learn
+    if spec is None or spec.origin is None:
+        raise UserError("scikit-learn is not installed and the digits are part of it: pip install scikit-learn")
+    rows = np.loadtxt(Path(spec.origin).parent / "datasets" / "data" / "digits.csv.gz", np.float32, delimiter=",")
+    inputs, labels = rows[:, :64].reshape(-1, 8, 8, 1) / 16, rows[:, 64].astype(np.int64)
+    train, validation = hold_out(len(labels), validation_fraction, seed)
+    return Splits(ArrayDataset(inputs[train], labels[train]), ArrayDataset(inputs[validation], labels[validation]))
+
+
+def synthetic(shape: Sequence[int], classes: int, samples: int = 4096, seed: int = 0) -> Splits:
+    """Random inputs and labels, to measure speed without any reading; validation is one eighth of `samples`."""
+    rng = np.random.default_rng(seed)
+    inputs = rng.standard_normal((samples, *shape), dtype=np.float32)
+    labels = rng.integers(0, classes, samples)
+    held = max(1, samples // 8)
+    return Splits(ArrayDataset(inputs, labels), ArrayDataset(inputs[:held], labels[:held]))
+
+
+@dataclass(frozen=True)
+class NpyDataset:
+    """Rows of a pair of .npy files, memory-mapped: each process reads only the rows that it is asked for."""
+
+    inputs: Path
+    labels: Path
+    rows: Indices
+
+    def __len__(self) -> int:
+        """The number of samples."""
+        return len(self.rows)
+
+    def fetch(self, indices: Indices, epoch: int) -> Samples:
+        """The rows at `indices`, read from the files."""
+        # Sorted rows are read in the order of the file; opening a map costs microseconds and keeps pickling cheap.
+        order = np.argsort(indices)
+        back = np.argsort(order)
+        rows = self.rows[indices[order]]
+        return _map(self.inputs)[rows][back], _map(self.labels)[rows][back].astype(np.int64)
+
+
+def npy(inputs: str, labels: str, validation_fraction: float = 0.1, seed: int = 0) -> Splits:
+    """A pair of .npy files of equal length: inputs (n, *shape), uint8 or float, and integer labels (n,)."""
+    files = Path(inputs), Path(labels)
+    lengths = tuple(len(_map(file)) for file in files)
+    if lengths[0] != lengths[1]:
+        raise UserError(
+            f"{inputs} has {lengths[0]} rows but {labels} has {lengths[1]}: each input needs exactly one label"
+        )
+    train, validation = hold_out(lengths[0], validation_fraction, seed)
+    return Splits(NpyDataset(*files, train), NpyDataset(*files, validation))
+
+
+def _map(file: Path) -> Array:
+    try:
+        array: Array = np.load(file, mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{file} cannot be read as a .npy array ({error}): write it with numpy.save") from error
+    return array
+
+
+@dataclass(frozen=True)
+class ImageFolder:
+    """JPEG and PNG files, one folder per class, as uint8 RGB of `size` x `size` pixels.
+
+    Training images are cropped at random (Szegedy et al. 2015, arXiv:1409.4842: 8 to 100 % of the area) and
+    mirrored by half; what falls to an image depends on (seed, epoch, index) alone. Validation images are resized
+    by their shorter side and cut from the centre.
+    """
+
+    files: tuple[str, ...]
+    labels: Array
+    size: int
+    augment: bool
+    seed: int
+    on_error: str
+
+    def __len__(self) -> int:
+        """The number of samples."""
+        return len(self.files)
+
+    def fetch(self, indices: Indices, epoch: int) -> Samples:
+        """Decode the images at `indices`; with on_error=skip the unreadable ones are missing from the result."""
+        decoded = [(self._image(int(index), epoch), index) for index in indices]
+        images = [image for image, _ in decoded if image is not None]
+        kept = np.array([index for image, index in decoded if image is not None], dtype=np.int64)
+        if not images:
+            return np.empty((0, self.size, self.size, 3), np.uint8), np.empty(0, np.int64)
+        return np.stack(images), self.labels[kept]
+
+    def _image(self, index: int, epoch: int) -> Array | None:
+        from PIL import Image
+
+        try:
+            with Image.open(self.files[index]) as image:
+                image.draft("RGB", (2 * self.size, 2 * self.size))  # lets the JPEG decoder skip detail
+                return self._crop(image.convert("RGB"), np.random.default_rng((self.seed, epoch, index)))
+        except (OSError, SyntaxError, ValueError) as error:
+            sentence = f"image {self.files[index]} cannot be read ({error})"
+            if self.on_error == "skip":
+                log.warning(f"{sentence}: skipped")
+                return None
+            raise UserError(f"{sentence}: mend or remove it, or set data.on_error=skip") from error
+
+    def _crop(self, image: Any, rng: np.random.Generator) -> Array:
+        box = _random_box(image.size, rng) if self.augment else _centre_box(image.size)
+        pixels = np.asarray(image.resize((self.size, self.size), resample=2, box=box))
+        return pixels[:, ::-1] if self.augment and rng.random() < 0.5 else pixels
+
+
+def _random_box(size: tuple[int, int], rng: np.random.Generator) -> tuple[float, float, float, float]:
+    width, height = size
+    area = width * height * rng.uniform(0.08, 1.0)
+    ratio = np.exp(rng.uniform(np.log(3 / 4), np.log(4 / 3)))
+    crop_width, crop_height = min(width, np.sqrt(area * ratio)), min(height, np.sqrt(area / ratio))
+    left, top = rng.uniform(0, width - crop_width), rng.uniform(0, height - crop_height)
+    return left, top, left + crop_width, top + crop_height
+
+
+def _centre_box(size: tuple[int, int]) -> tuple[float, float, float, float]:
+    width, height = size
+    side = min(width, height) * 0.875  # 224 of 256, as in the usual ImageNet evaluation
+    left, top = (width - side) / 2, (height - side) / 2
+    return left, top, left + side, top + side
+
+
+def image_folder(
+    root: str,
+    size: int,
+    classes: int,
+    train: str = "train",
+    validation: str = "val",
+    augment: bool = True,
+    seed: int = 0,
+    on_error: str = "fail",
+) -> Splits:
+    """`root`/train/<class>/*.jpg and `root`/val/<class>/*.jpg (or .jpeg, .png), decoded when fetched.
+
+    Args:
+        root: The folder that holds the two parts.
+        size: Height and width of the images given to the model, in pixels.
+        classes: How many class folders there must be.
+        train: Name of the training part.
+        validation: Name of the validation part, with the same class folders.
+        augment: Crop and mirror the training images at random.
+        seed: Seed of the augmentation.
+        on_error: What to do with an unreadable image: fail, or skip it with a warning.
+    """
+    names = _class_names(Path(root, train))
+    if len(names) != classes:
+        raise UserError(f"{Path(root, train)} has {len(names)} class folders: data.classes={classes} must be equal")
+    parts = [_list_images(Path(root, part), names) for part in (train, validation)]
+    return Splits(
+        ImageFolder(*parts[0], size, augment, seed, on_error), ImageFolder(*parts[1], size, False, seed, on_error)
+    )
+
+
+def _class_names(folder: Path) -> list[str]:
+    if not folder.is_dir():
+        raise UserError(f"image folder {folder} does not exist: it must hold one folder per class")
+    return sorted(entry.name for entry in folder.iterdir() if entry.is_dir())
+
+
+def _list_images(folder: Path, names: list[str]) -> tuple[tuple[str, ...], Array]:
+    files, labels = [], []
+    for label, name in enumerate(names):
+        found = sorted(str(file) for file in folder.glob(f"{name}/*") if file.suffix.lower() in IMAGE_SUFFIXES)
+        files += found
+        labels += [label] * len(found)
+    if not files:
+        raise UserError(f"image folder {folder} has no .jpg, .jpeg or .png files in folders named by class")
+    return tuple(files), np.array(labels, dtype=np.int64)
+
+
+def check_samples(dataset: Dataset, shape: Sequence[int], classes: int, name: str) -> None:
+    """Fetch one sample and compare it with the config, so that a mistake shows before training starts.
+
+    Raises:
+        UserError: if the data set is empty, or its shape, type or label does not fit data.shape and data.classes.
+    """
+    if len(dataset) == 0:
+        raise UserError(f"the {name} data has no samples: it needs at least one")
+    inputs, labels = dataset.fetch(np.arange(1), 0)
+    if inputs.shape[1:] != tuple(shape):
+        raise UserError(f"{name} inputs have shape {inputs.shape[1:]} but data.shape={tuple(shape)}: make them equal")
+    if inputs.dtype not in (np.float32, np.uint8):
+        raise UserError(f"{name} inputs are {inputs.dtype}: they must be float32, or uint8 from 0 to 255")
+    if len(labels) and not 0 <= labels[0] < classes:
+        raise UserError(f"a {name} label is {labels[0]}: it must be from 0 to {classes - 1} (data.classes={classes})")

@@ -1,0 +1,187 @@
+"""What the ranks say to each other: the only room that starts Horovod and knows its collectives by name.
+
+Everything works at size 1, so no other room asks whether it is distributed.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import socket
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from .errors import UserError, user_sentence
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+# What each launcher says about a process, in the order in which one launcher may run inside another.
+RANK_VARIABLES = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
+SIZE_VARIABLES = ("HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
+
+# Our option, Horovod's variable, and what turns one into the other.
+SETTINGS: tuple[tuple[str, str, Callable[[Any], object]], ...] = (
+    ("fusion_threshold_mb", "HOROVOD_FUSION_THRESHOLD", lambda value: int(value * 2**20)),
+    ("cycle_time_ms", "HOROVOD_CYCLE_TIME", float),
+    ("cache_capacity", "HOROVOD_CACHE_CAPACITY", int),
+    ("autotune", "HOROVOD_AUTOTUNE", int),
+    ("timeline", "HOROVOD_TIMELINE", str),
+    ("stall_check_s", "HOROVOD_STALL_CHECK_TIME_SECONDS", int),
+    ("stall_shutdown_s", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", int),
+)
+
+
+def launched_rank() -> int:
+    """The rank that the launcher gave this process, known before Horovod starts; 0 without a launcher."""
+    return int(_first_variable(RANK_VARIABLES) or 0)
+
+
+@dataclass(frozen=True)
+class Communicator:
+    """The ranks of one job. `hvd` is Horovod's module for the framework (horovod.torch, ...)."""
+
+    hvd: Any
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+
+    @property
+    def writes(self) -> bool:
+        """Whether this is the one rank that writes shared files."""
+        return self.rank == 0
+
+    def gather(self, value: T, name: str) -> list[T]:
+        """Every rank's value, in rank order, on every rank."""
+        if self.size == 1:
+            return [value]
+        return list(self.hvd.allgather_object(value, name=name))
+
+    def broadcast(self, value: T, name: str) -> T:
+        """Rank 0's value on every rank."""
+        if self.size == 1:
+            return value
+        result: T = self.hvd.broadcast_object(value, root_rank=0, name=name)
+        return result
+
+    def sum(self, values: list[float], name: str) -> list[float]:
+        """The sums over ranks, added in rank order so that every rank gets the same bits."""
+        return [sum(column) for column in zip(*self.gather(values, name), strict=True)]
+
+    def together(self, step: Callable[[], T], name: str) -> T:
+        """Run `step` on every rank; if it fails on any, fail on all with the sentences of those ranks.
+
+        Raises:
+            UserError: agreed by all ranks, if every failure is the user's to mend.
+            RuntimeError: on all ranks, for any other failure.
+        """
+        result, mine = _attempt(step)
+        reports = self.gather(mine, name)
+        _raise(_one_sentence(reports), [report for report in reports if report])
+        return result  # type: ignore[return-value]
+
+    def on_writer(self, step: Callable[[], T], name: str) -> T:
+        """Run `step` on the writing rank alone; every rank gets its result, or fails with its error.
+
+        Raises:
+            UserError: agreed by all ranks, if the failure is the user's to mend.
+            RuntimeError: on all ranks, for any other failure.
+        """
+        result, report = self.broadcast(_attempt(step) if self.writes else (None, None), name)
+        if report:
+            _raise(report.sentence, [report])
+        return result  # type: ignore[return-value]
+
+    def check_equal(self, value: str, what: str) -> None:
+        """Fail on all ranks, naming those that differ from rank 0, unless all values are equal.
+
+        Raises:
+            RuntimeError: if `value` is not the same on every rank.
+        """
+        values = self.gather(value, f"check.{what}")
+        strays = [str(rank) for rank, other in enumerate(values) if other != values[0]]
+        if strays:
+            raise RuntimeError(
+                f"{what} of rank {', '.join(strays)} differ from rank 0's: the ranks no longer train the same model"
+            )
+
+    def threads_per_rank(self) -> int:
+        """The CPU cores of this host that fall to one rank, after the launcher's binding."""
+        cores = tuple(sorted(os.sched_getaffinity(0)))
+        mine = (socket.gethostname(), cores)
+        sharing = self.gather(mine, "cores").count(mine)
+        return max(1, len(cores) // sharing)
+
+
+def open_communicator(framework: str, settings: Mapping[str, Any]) -> Communicator:
+    """Start Horovod for one framework with our settings and check that it sees the launcher's world.
+
+    Raises:
+        UserError: if Horovod is missing, or sees another number of ranks than the launcher started.
+    """
+    for option, variable, convert in SETTINGS:
+        if settings[option] is not None:
+            os.environ[variable] = str(convert(settings[option]))
+    hvd = _import_horovod(framework)
+    hvd.init()
+    _check_size(hvd.size())
+    log.info(f"rank {hvd.rank()} of {hvd.size()} on {socket.gethostname()}, process {os.getpid()}")
+    return Communicator(hvd, hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size())
+
+
+def _import_horovod(framework: str) -> Any:
+    try:
+        return importlib.import_module(f"horovod.{framework}")
+    except ImportError as error:
+        raise UserError(
+            f"Horovod for {framework} cannot be imported ({error}): build it for this environment"
+            " with 'python scripts/build_horovod.py' and install the wheel that it prints",
+            agreed=True,
+        ) from error
+
+
+def _check_size(size: int) -> None:
+    launched = int(_first_variable(SIZE_VARIABLES) or size)
+    if launched != size:
+        raise UserError(
+            f"the launcher started {launched} ranks but Horovod sees {size}: launch with the transport that"
+            " Horovod was built for (horovodrun --gloo, or the mpirun of the MPI in its wheel)",
+            agreed=True,
+        )
+
+
+def _first_variable(names: tuple[str, ...]) -> str | None:
+    return next((os.environ[name] for name in names if os.environ.get(name)), None)
+
+
+@dataclass(frozen=True)
+class _Report:
+    sentence: str
+    user: bool
+
+
+def _attempt(step: Callable[[], T]) -> tuple[T | None, _Report | None]:
+    try:
+        return step(), None
+    except Exception as error:
+        log.exception("failed")
+        sentence = user_sentence(error)
+        return None, _Report(sentence or f"{type(error).__name__}: {error}", user=sentence is not None)
+
+
+def _raise(sentence: str, reports: list[_Report]) -> None:
+    if reports and all(report.user for report in reports):
+        raise UserError(sentence, agreed=True)
+    if reports:
+        raise RuntimeError(sentence)
+
+
+def _one_sentence(reports: list[_Report | None]) -> str:
+    """The sentence itself if all ranks say the same, else each failing rank's with its number."""
+    sentences = [report.sentence if report else None for report in reports]
+    if len(set(sentences)) == 1:
+        return str(sentences[0])
+    return "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(sentences) if text)

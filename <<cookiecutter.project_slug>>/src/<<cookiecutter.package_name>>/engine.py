@@ -1,0 +1,66 @@
+"""The protocol that a framework wing implements; the loop knows nothing else of a framework."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from .data import Dataset
+from .distributed import Communicator
+from .errors import UserError
+from .sampler import Indices, Share
+
+
+@dataclass(frozen=True)
+class Sums:
+    """Totals over one rank's samples; over all ranks they add up exactly."""
+
+    loss: float = 0.0
+    correct: float = 0.0
+    count: float = 0.0
+
+
+class Engine(Protocol):
+    """A model, its optimizer and their device on one rank."""
+
+    def train_batches(self, dataset: Dataset, shares: Iterator[Share]) -> Iterator[tuple[Share, Any]]:
+        """Read ahead along the plan: each share with its batch in the framework's own form."""
+
+    def train_step(self, share: Share, batch: Any, learning_rate: float) -> None:
+        """One optimizer step of all ranks together; waits for no device and adds to the running loss."""
+
+    def train_sums(self) -> Sums:
+        """This rank's loss (summed) and count since the last call; waits for the device. `correct` is 0."""
+
+    def evaluate(self, dataset: Dataset, batches: list[Indices]) -> Sums:
+        """Loss, correct answers and count over this rank's batches, with batch-norm statistics of all ranks."""
+
+    def rank_state(self) -> dict[str, Any]:
+        """What differs between ranks and a resumed run needs: random generators, local statistics."""
+
+    def snapshot(self, rank_states: list[dict[str, Any]]) -> Callable[[Path], None]:
+        """Copy the state as it is now; the result writes that copy into a folder, from any thread."""
+
+    def restore(self, folder: Path, rank: int | None) -> None:
+        """Take the state of a checkpoint; `rank` None when the number of ranks has changed."""
+
+    def fingerprint(self) -> str:
+        """A hash of the weights."""
+
+
+def open_engine(config: Any, communicator: Communicator) -> Engine:
+    """Build the wing that config.engine names.
+
+    Raises:
+        UserError: if the engine is unknown or its framework is not part of this project.
+    """
+    name = config.engine
+    try:
+        wing = importlib.import_module(f".{name}.engine", __package__)
+    except ModuleNotFoundError as error:
+        raise UserError(f"engine={name} is not in this project ({error}): generate it with framework={name}") from error
+    engine: Engine = wing.build(config, communicator)
+    return engine

@@ -1,0 +1,99 @@
+"""How a command ends: one sentence for what the user can mend, a non-zero code for everything else."""
+
+from __future__ import annotations
+
+import difflib
+import errno
+import logging
+import os
+import re
+import sys
+from collections.abc import Callable
+from typing import NoReturn
+
+log = logging.getLogger(__name__)
+
+USER_ERROR = 2
+FAILURE = 1
+
+
+class UserError(Exception):
+    """Something that the user can mend; its text is one sentence: the value, the rule, the way out.
+
+    `agreed` is true when all ranks raise the same error at the same point, so that one need print it.
+    """
+
+    def __init__(self, sentence: str, *, agreed: bool = False) -> None:
+        super().__init__(sentence)
+        self.agreed = agreed
+
+
+def end_well(command: Callable[[], object], rank: Callable[[], int]) -> None:
+    """Run a command; on an error print its sentence and end this process at once.
+
+    The process ends by `os._exit`: an orderly exit would wait for ranks that will never answer,
+    and the launcher takes the other ranks down as soon as this one is gone.
+    """
+    os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # lets Hydra's errors reach us
+    try:
+        command()
+    except KeyboardInterrupt:
+        _end("interrupted", 130)
+    except Exception as error:
+        sentence = user_sentence(error)
+        if sentence is not None:
+            _end(sentence, USER_ERROR, silent=_is_agreed(error) and rank() != 0)
+        log.exception("failed")
+        _end(_failure_sentence(error), FAILURE)
+
+
+def _is_agreed(error: Exception) -> bool:
+    """Whether rank 0 says the same: the config is one for all."""
+    return error.agreed if isinstance(error, UserError) else not isinstance(error, OSError)
+
+
+def _end(sentence: str, code: int, *, silent: bool = False) -> NoReturn:
+    if logging.root.handlers:  # else logging would print it a second time
+        log.error(sentence)
+    if not silent:
+        print(f"error: {sentence}", file=sys.stderr)
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _failure_sentence(error: Exception) -> str:
+    if type(error).__name__ == "HorovodInternalError":
+        return "stopped because another rank is gone; its own message says why"
+    return f"{type(error).__name__}: {error}"
+
+
+def user_sentence(error: BaseException) -> str | None:
+    """The sentence of an error that the user can mend: a UserError, or what Hydra says about an option."""
+    if isinstance(error, UserError):
+        return str(error)
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES):
+        where = f" at {error.filename}" if error.filename else ""
+        return f"{error.strerror}{where}: make room or set its rights, or choose another folder with hydra.run.dir=..."
+    if not type(error).__module__.startswith(("hydra.", "omegaconf.", "yaml.")):
+        return None
+    if isinstance(error.__cause__, UserError):
+        return str(error.__cause__)
+    text = re.sub(r"\s+", " ", str(error)).strip()
+    if unknown := re.search(r"Could not override '([^']+)'", text):
+        return f"unknown option '{unknown[1]}'{_nearest(unknown[1], error.__cause__)}; --cfg job lists all"
+    if missing := re.search(r"Missing mandatory value: (\S+)", text):
+        return f"option '{missing[1]}' has no value: give one, as in {missing[1]}=..."
+    if choice := re.search(r"Could not find '(.+)/(.+?)' Available options in '.+?': (.*?)( Config search|$)", text):
+        return f"{choice[1]}={choice[2]} is no choice: it must be one of {', '.join(choice[3].split())}"
+    return text
+
+
+def _nearest(option: str, cause: BaseException | None) -> str:
+    """Name the options beside the unknown one that look like it, else all of them."""
+    parent, _, key = option.rpartition(".")
+    known = [str(name) for name in getattr(cause, "parent_node", None) or []]
+    near = difflib.get_close_matches(key, known, n=1) or known
+    names = ", ".join(f"{parent}.{name}" if parent else name for name in near)
+    return f": did you mean {names}?" if names else ""

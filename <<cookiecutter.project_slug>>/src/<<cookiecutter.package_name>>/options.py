@@ -1,0 +1,110 @@
+"""Which values the options of conf/ may have, checked before Horovod starts and before anything is written."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from .errors import UserError
+
+
+@dataclass(frozen=True)
+class Number:
+    """A number from `low` to `high`; whole unless `real`."""
+
+    low: float = 1
+    high: float = float("inf")
+    real: bool = False
+
+    def accepts(self, value: Any) -> bool:
+        """Whether the value keeps the rule; true and false are no numbers."""
+        kinds = (int, float) if self.real else (int,)
+        return isinstance(value, kinds) and not isinstance(value, bool) and self.low <= value <= self.high
+
+    def __str__(self) -> str:
+        kind = "a number" if self.real else "a whole number"
+        return (
+            f"{kind} of at least {self.low}" if self.high == float("inf") else f"{kind} from {self.low} to {self.high}"
+        )
+
+
+@dataclass(frozen=True)
+class OneOf:
+    """One of a few names or values."""
+
+    names: tuple[Any, ...]
+
+    def accepts(self, value: Any) -> bool:
+        """Whether the value is one of them."""
+        return value in self.names
+
+    def __str__(self) -> str:
+        return "one of " + ", ".join(str(name).lower() if isinstance(name, bool) else name for name in self.names)
+
+
+WHOLE, FROM_ZERO = Number(), Number(low=0)
+POSITIVE, NOT_NEGATIVE = Number(low=1e-12, real=True), Number(low=0, real=True)
+SWITCH = OneOf((True, False))
+
+RULES: dict[str, Number | OneOf] = {
+    "engine": OneOf(("torch", "tensorflow")),
+    "epochs": WHOLE,
+    "seed": FROM_ZERO,
+    "resume": OneOf(("auto", "never")),
+    "device": OneOf(("auto", "cpu", "cuda")),
+    "precision": OneOf(("fp32", "bf16", "fp16")),
+    "compile": SWITCH,
+    "channels_last": SWITCH,
+    "sync_batch_norm": SWITCH,
+    "label_smoothing": Number(low=0, high=1, real=True),
+    "clip_norm": POSITIVE,
+    "on_nan": OneOf(("stop", "skip")),
+    "evaluate_every": WHOLE,
+    "data.batch_size": WHOLE,
+    "data.global_batch": WHOLE,
+    "data.evaluation_batch": WHOLE,
+    "data.classes": WHOLE,
+    "data.distribution": OneOf(("shard", "replicate")),
+    "data.workers": FROM_ZERO,
+    "data.on_error": OneOf(("fail", "skip")),
+    "optimizer.lr": POSITIVE,
+    "schedule.scaling": OneOf(("linear", "sqrt", "adasum", "none")),
+    "schedule.decay": OneOf(("constant", "step", "cosine", "polynomial")),
+    "schedule.warmup_epochs": NOT_NEGATIVE,
+    "schedule.final": NOT_NEGATIVE,
+    "schedule.gamma": POSITIVE,
+    "schedule.power": POSITIVE,
+    "checkpoint.every_epochs": WHOLE,
+    "checkpoint.keep_last": WHOLE,
+    "checkpoint.keep_best": FROM_ZERO,
+    "checkpoint.keep_every": FROM_ZERO,
+    "checkpoint.asynchronous": SWITCH,
+    "checkpoint.max_failures": WHOLE,
+    "horovod.compression": OneOf(("none", "fp16")),
+    "horovod.op": OneOf(("average", "adasum")),
+    "horovod.accumulation": WHOLE,
+    "horovod.predivide_factor": POSITIVE,
+    "horovod.groups": WHOLE,
+    "horovod.fusion_threshold_mb": NOT_NEGATIVE,
+    "horovod.cycle_time_ms": POSITIVE,
+    "horovod.cache_capacity": FROM_ZERO,
+    "horovod.autotune": SWITCH,
+    "horovod.stall_check_s": FROM_ZERO,
+    "horovod.stall_shutdown_s": FROM_ZERO,
+    "tracking.log_every": WHOLE,
+    "tracking.tensorboard": SWITCH,
+}
+
+
+def check_options(config: DictConfig) -> None:
+    """Check every option that has a rule; null passes where the config's own default is null.
+
+    Raises:
+        UserError: for the first option that breaks its rule, the same on every rank.
+    """
+    for option, rule in RULES.items():
+        value = OmegaConf.select(config, option, throw_on_missing=True)
+        if value is not None and not rule.accepts(value):
+            raise UserError(f"{option}={value} must be {rule}", agreed=True)

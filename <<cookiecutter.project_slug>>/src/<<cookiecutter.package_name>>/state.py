@@ -1,0 +1,45 @@
+"""How far a run has come: the part of a checkpoint that no framework is needed for."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from .errors import UserError
+from .sampler import Position
+
+FILE = "train_state.json"
+
+
+@dataclass(frozen=True)
+class State:
+    """Steps done, the position in the data, and what was measured.
+
+    `samples` and `global_batch` are those of the plan that the position belongs to.
+    """
+
+    samples: int
+    global_batch: int
+    world_size: int
+    step: int = 0
+    position: Position = field(default_factory=Position)
+    best: float | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+
+    def write(self, folder: Path) -> None:
+        """Write train_state.json."""
+        (folder / FILE).write_text(json.dumps(asdict(self), indent=2), encoding="utf-8")
+
+
+def read_state(folder: Path) -> State:
+    """The state in a checkpoint's folder.
+
+    Raises:
+        UserError: if the file is not what this version writes.
+    """
+    try:
+        values = json.loads((folder / FILE).read_text(encoding="utf-8"))
+        return State(**{**values, "position": Position(**values["position"])})
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise UserError(f"{folder / FILE} cannot be read ({error}): resume from another checkpoint") from error

@@ -1,0 +1,323 @@
+"""PyTorch behind the engine protocol: model, optimizer, precision, device and random generators of one rank."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import random
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from hydra.utils import instantiate
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ..data import Dataset
+from ..distributed import Communicator
+from ..engine import Sums
+from ..errors import UserError
+from ..sampler import Indices, Share
+from .loader import Tensors, read_batches, read_shares
+from .reducer import Reducer, averaged, broadcast_model
+
+PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def build(config: Any, communicator: Communicator) -> TorchEngine:
+    """The engine that a composed config describes; the same weights on every rank.
+
+    Raises:
+        UserError: for a device, precision, model or optimizer that cannot be had.
+    """
+    device = communicator.together(lambda: _pick_device(config.device, communicator.local_rank), "device")
+    _check_sharing(device, communicator)
+    threads = communicator.threads_per_rank()
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(threads)
+    model = communicator.together(lambda: _make_model(config, communicator, device), "model")
+    broadcast_model(model, communicator)
+    return communicator.together(lambda: TorchEngine(config, communicator, model, device), "engine")
+
+
+class TorchEngine:
+    """See engine.Engine for what each method promises."""
+
+    def __init__(self, config: Any, communicator: Communicator, model: nn.Module, device: torch.device) -> None:
+        self.model = model
+        self.device = device
+        self.communicator = communicator
+        self.optimizer: torch.optim.Optimizer = instantiate(config.optimizer, _partial_=True)(model.parameters())
+        horovod = config.horovod
+        self.reducer = Reducer(
+            model,
+            communicator,
+            compression=horovod.compression,
+            op=horovod.op,
+            predivide_factor=horovod.predivide_factor,
+            groups=horovod.groups,
+        )
+        self._own_mean = horovod.op == "adasum"
+        self._forward = torch.compile(model) if config.compile else model
+        self._dtype = PRECISIONS[config.precision]
+        self._scaler = torch.amp.GradScaler(device.type, enabled=config.precision == "fp16")
+        self._channels_last = config.channels_last
+        self._normalize = _normalizer(config.data.normalize, device)
+        self._smoothing = float(config.label_smoothing)
+        self._clip_norm = math.inf if config.clip_norm is None else float(config.clip_norm)
+        self._skip_bad_steps = config.on_nan == "skip"
+        self._workers = int(config.data.workers)
+        self._loss = torch.zeros((), dtype=torch.float64, device=device)
+        self._count = 0
+
+    def train_batches(self, dataset: Dataset, shares: Iterator[Share]) -> Iterator[tuple[Share, list[Tensors]]]:
+        """Batches as one pair of tensors for each accumulation pass."""
+        return read_shares(dataset, shares, self._workers, pin=self.device.type == "cuda")
+
+    def train_step(self, share: Share, batch: list[Tensors], learning_rate: float) -> None:
+        """Backward over all passes, reduction, update."""
+        self.model.train()
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
+        loss, count = torch.zeros_like(self._loss), sum(len(labels) for _, labels in batch)
+        weight = 1 / (max(count, 1) if self._own_mean else share.global_count)
+        for index, (inputs, labels) in enumerate(batch):
+            self.reducer.start(last=index == len(batch) - 1)
+            if len(labels):
+                loss += self._backward(inputs, labels, weight)
+        self.reducer.finish()
+        if self._update():
+            self._loss += loss
+            self._count += count
+        self.reducer.clear()
+
+    def _backward(self, inputs: Tensor, labels: Tensor, weight: float) -> Tensor:
+        with self._autocast():
+            outputs = self._forward(self._to_device(inputs))
+            loss = functional.cross_entropy(
+                outputs, self._labels(labels), reduction="sum", label_smoothing=self._smoothing
+            )
+        self._scaler.scale(loss * weight).backward()  # type: ignore[no-untyped-call]
+        return loss.detach()
+
+    def _update(self) -> bool:
+        self._scaler.unscale_(self.optimizer)
+        if self._skip_bad_steps or self._clip_norm < math.inf:
+            norm = nn.utils.clip_grad_norm_(self.model.parameters(), self._clip_norm)
+            # The reduced gradients are the same everywhere, so all ranks skip the same steps.
+            if self._skip_bad_steps and not torch.isfinite(norm):
+                return False
+        self._scaler.step(self.optimizer)
+        self._scaler.update()
+        return True
+
+    def train_sums(self) -> Sums:
+        """Read the running loss; this is the place that waits for the device."""
+        sums = Sums(loss=self._loss.item(), count=self._count)
+        self._loss.zero_()
+        self._count = 0
+        return sums
+
+    @torch.no_grad()
+    def evaluate(self, dataset: Dataset, batches: list[Indices]) -> Sums:
+        """Loss without label smoothing, and correct answers, over this rank's batches."""
+        self.model.eval()
+        loss, correct, count = torch.zeros_like(self._loss), torch.zeros_like(self._loss), 0
+        with self._averaged_statistics():
+            for inputs, labels in read_batches(dataset, batches, self._workers, pin=self.device.type == "cuda"):
+                with self._autocast():
+                    outputs = self._forward(self._to_device(inputs))
+                answers = self._labels(labels)
+                loss += functional.cross_entropy(outputs.float(), answers, reduction="sum")
+                correct += (outputs.argmax(dim=1) == answers).sum()
+                count += len(labels)
+        return Sums(loss.item(), correct.item(), count)
+
+    def rank_state(self) -> dict[str, Any]:
+        """Random generators and running statistics of this rank, as tensors and plain types."""
+        _, key, *position = np.random.get_state()
+        return {
+            "python": random.getstate(),
+            "numpy": [np.asarray(key).tolist(), *position],
+            "torch": torch.get_rng_state(),
+            "cuda": torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None,
+            "buffers": _to_host(dict(self.model.named_buffers())),
+        }
+
+    def snapshot(self, rank_states: list[dict[str, Any]]) -> Callable[[Path], None]:
+        """Copy weights, optimizer and scaler to the host; the weights get the ranks' mean statistics."""
+        weights = _to_host(dict(self.model.named_parameters()))
+        weights |= _mean_buffers([state["buffers"] for state in rank_states])
+        if not all(tensor.isfinite().all() for tensor in weights.values() if tensor.is_floating_point()):
+            raise UserError("the weights are not finite and were not saved: lower optimizer.lr or set clip_norm")
+        training = {"optimizer": _to_host(self.optimizer.state_dict()), "scaler": self._scaler.state_dict()}
+
+        def write(folder: Path) -> None:
+            save_file({name: tensor.contiguous() for name, tensor in weights.items()}, folder / "model.safetensors")
+            torch.save(training, folder / "optimizer.pt")
+            torch.save(rank_states, folder / "ranks.pt")
+
+        return write
+
+    def restore(self, folder: Path, rank: int | None) -> None:
+        """Load on every rank: a broadcast of optimizer state would make fresh optimizers take a step."""
+        self._load_weights(load_file(folder / "model.safetensors", device=str(self.device)))
+        training = torch.load(folder / "optimizer.pt", map_location=self.device, weights_only=True)
+        self.optimizer.load_state_dict(training["optimizer"])
+        self._scaler.load_state_dict(training["scaler"])
+        if rank is not None:
+            self._load_rank_state(torch.load(folder / "ranks.pt", map_location="cpu", weights_only=True)[rank])
+
+    @torch.no_grad()
+    def _load_weights(self, saved: dict[str, Tensor]) -> None:
+        own = dict(self.model.named_parameters()) | dict(self.model.named_buffers())
+        wrong = [name for name in own.keys() | saved.keys() if _shape(own, name) != _shape(saved, name)]
+        if wrong:
+            name = min(wrong)
+            raise UserError(
+                f"the checkpoint is of another model: {len(wrong)} tensors differ, such as {name} with"
+                f" {_shape(saved, name)} in the file and {_shape(own, name)} here; choose the model it was made with"
+            )
+        for name, tensor in own.items():
+            tensor.copy_(saved[name])
+
+    def _load_rank_state(self, state: dict[str, Any]) -> None:
+        random.setstate(state["python"])
+        key, *position = state["numpy"]
+        np.random.set_state(("MT19937", np.array(key, np.uint32), *position))
+        torch.set_rng_state(state["torch"])
+        if state["cuda"] is not None and self.device.type == "cuda":
+            torch.cuda.set_rng_state(state["cuda"], self.device)
+        for name, buffer in self.model.named_buffers():
+            buffer.copy_(state["buffers"][name])
+
+    def fingerprint(self) -> str:
+        """SHA-256 over the parameters' bytes, in the model's order."""
+        digest = hashlib.sha256()
+        for parameter in self.model.parameters():
+            digest.update(parameter.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+        return digest.hexdigest()
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        return torch.autocast(self.device.type, self._dtype, enabled=self._dtype != torch.float32)
+
+    def _labels(self, labels: Tensor) -> Tensor:
+        return labels.to(self.device, non_blocking=True)
+
+    def _to_device(self, inputs: Tensor) -> Tensor:
+        inputs = self._normalize(inputs.to(self.device, non_blocking=True))
+        if inputs.dim() != 4:
+            return inputs
+        images = inputs.permute(0, 3, 1, 2)  # is channels-last in memory as it stands
+        return images if self._channels_last else images.contiguous()
+
+    @contextmanager
+    def _averaged_statistics(self) -> Iterator[None]:
+        """Evaluate with the batch-norm statistics of all ranks, then train on with this rank's own."""
+        buffers = list(self.model.buffers())
+        own = [buffer.clone() for buffer in buffers]
+        for buffer, mean in zip(buffers, averaged(buffers, self.communicator, "statistics"), strict=True):
+            buffer.copy_(mean)
+        try:
+            yield
+        finally:
+            for buffer, value in zip(buffers, own, strict=True):
+                buffer.copy_(value)
+
+
+def _seed(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def _make_model(config: Any, communicator: Communicator, device: torch.device) -> nn.Module:
+    """The model on its device, from the same seed on every rank; afterwards each rank draws its own numbers."""
+    if config.precision == "fp16" and device.type != "cuda":
+        raise UserError("precision=fp16 needs a GPU: use bf16 or fp32 on the CPU")
+    _seed(config.seed)
+    model: nn.Module = instantiate(config.model)
+    if config.sync_batch_norm:
+        model = _synchronize_batch_norm(model, communicator, device)
+    _seed(config.seed + 1 + communicator.rank)
+    if config.channels_last:
+        return model.to(device, memory_format=torch.channels_last)  # type: ignore[call-overload,no-any-return]
+    return model.to(device)
+
+
+def _pick_device(wanted: str, local_rank: int) -> torch.device:
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise UserError("device=cuda but PyTorch sees no GPU: check nvidia-smi and the CUDA build, or use device=cpu")
+    if wanted == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    # A launcher may show each rank one GPU of its own; then all are number 0.
+    device = torch.device("cuda", local_rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+def _check_sharing(device: torch.device, communicator: Communicator) -> None:
+    uuid = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
+    owners = communicator.gather((socket.gethostname(), uuid), "gpus")
+    shared = {owner for owner in owners if owner[1] and owners.count(owner) > 1}
+    if shared:
+        raise UserError(
+            f"more than one rank on {min(shared)[0]} uses the same GPU: start at most one rank per GPU,"
+            " or use device=cpu",
+            agreed=True,
+        )
+
+
+def _synchronize_batch_norm(model: nn.Module, communicator: Communicator, device: torch.device) -> nn.Module:
+    """Replace batch-norm layers by Horovod's, which take mean and variance over all ranks' samples."""
+    if device.type != "cuda":
+        raise UserError("sync_batch_norm=true needs GPUs: leave it false; running statistics are averaged then")
+    for name, child in model.named_children():
+        if isinstance(child, nn.modules.batchnorm._BatchNorm):
+            layer = communicator.hvd.SyncBatchNorm(child.num_features, child.eps, child.momentum, child.affine)
+            layer.load_state_dict(child.state_dict())
+            setattr(model, name, layer)
+        else:
+            _synchronize_batch_norm(child, communicator, device)
+    return model
+
+
+def _normalizer(settings: Any, device: torch.device) -> Callable[[Tensor], Tensor]:
+    """uint8 becomes float from 0 to 1; then (x - mean) / std per channel, channels last."""
+    mean, std = (settings.mean, settings.std) if settings else ([0.0], [1.0])
+    shift, scale = (torch.tensor(list(values), device=device) for values in (mean, std))
+
+    def normalize(inputs: Tensor) -> Tensor:
+        if inputs.dtype == torch.uint8:
+            inputs = inputs.float() / 255
+        return (inputs - shift) / scale if settings else inputs
+
+    return normalize
+
+
+def _mean_buffers(ranks: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    return {
+        name: torch.stack([rank[name] for rank in ranks]).mean(dim=0) if own.is_floating_point() else own.clone()
+        for name, own in ranks[0].items()
+    }
+
+
+def _to_host(state: Any) -> Any:
+    """A copy of nested dicts and lists in which every tensor is a host copy."""
+    if isinstance(state, Tensor):
+        return state.detach().cpu().clone()
+    if isinstance(state, dict):
+        return {key: _to_host(value) for key, value in state.items()}
+    if isinstance(state, list):
+        return [_to_host(value) for value in state]
+    return state
+
+
+def _shape(tensors: dict[str, Tensor], name: str) -> tuple[int, ...] | None:
+    return tuple(tensors[name].shape) if name in tensors else None

@@ -1,0 +1,92 @@
+"""Reading ahead: from a plan of sample indices to tensors, in worker processes."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterable, Iterator
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+from torch.utils.data import Dataset as TorchDataset
+
+from ..data import Dataset
+from ..errors import UserError
+from ..sampler import Indices, Share
+
+Tensors = tuple[Tensor, Tensor]
+Item = TypeVar("Item")
+
+
+class _Reader(TorchDataset[list[Tensors] | UserError]):
+    """Fetches whole batches: an "index" is (epoch, index arrays)."""
+
+    def __init__(self, dataset: Dataset) -> None:
+        self.dataset = dataset
+
+    def __getitem__(self, wanted: tuple[int, tuple[Indices, ...]]) -> list[Tensors] | UserError:
+        epoch, parts = wanted
+        try:
+            return [_tensors(*self.dataset.fetch(part, epoch)) for part in parts]
+        except UserError as error:
+            return error  # raised in a worker it would come back wrapped in a traceback
+
+
+def _tensors(inputs: object, labels: object) -> Tensors:
+    return torch.as_tensor(inputs), torch.as_tensor(labels)
+
+
+def _leave_signals_to_the_rank(worker: int) -> None:
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+
+
+def read_shares(
+    dataset: Dataset, shares: Iterable[Share], workers: int, pin: bool
+) -> Iterator[tuple[Share, list[Tensors]]]:
+    """Each share with its tensors, one pair of (inputs, labels) for each accumulation pass.
+
+    The plan runs over all epochs, so that workers live as long as the training and never wait for an epoch.
+    """
+    kept: list[Share] = []
+    wanted = _remember(shares, kept)
+    plan = ((share.start.epoch, share.passes) for share in wanted)
+    for batches in _load(dataset, plan, workers, pin):
+        yield kept.pop(0), batches
+
+
+def read_batches(dataset: Dataset, batches: Iterable[Indices], workers: int, pin: bool) -> Iterator[Tensors]:
+    """Each batch of indices as tensors."""
+    for tensors in _load(dataset, ((0, (indices,)) for indices in batches), workers, pin):
+        yield tensors[0]
+
+
+def _remember(items: Iterable[Item], kept: list[Item]) -> Iterator[Item]:
+    for item in items:
+        kept.append(item)
+        yield item
+
+
+def _load(
+    dataset: Dataset, plan: Iterable[tuple[int, tuple[Indices, ...]]], workers: int, pin: bool
+) -> Iterator[list[Tensors]]:
+    loader = DataLoader(
+        _Reader(dataset),
+        batch_size=None,  # the plan names whole batches
+        sampler=plan,
+        num_workers=workers,
+        pin_memory=pin,
+        collate_fn=_as_is,
+        worker_init_fn=_leave_signals_to_the_rank if workers else None,
+        # A fork would copy the threads of Horovod and MPI, which is not safe with InfiniBand.
+        multiprocessing_context="forkserver" if workers else None,
+    )
+    for result in loader:
+        if isinstance(result, UserError):
+            raise result
+        yield result
+
+
+def _as_is(batch: Item) -> Item:
+    return batch

@@ -1,0 +1,177 @@
+"""Gradients summed over the ranks while backward still runs.
+
+Gradients live in a few flat buffers. When backward has filled one, its allreduce starts at once and runs beside
+the rest of backward; Horovod reduces a whole buffer in place, with no copy into a fusion buffer. The loss is
+weighted by 1 / (samples of all ranks), so the sum of gradients is the exact mean even where ranks have unequal
+numbers of samples, and a rank without any takes part with zeros.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..distributed import Communicator
+from ..errors import UserError
+
+GROUP_BYTES = 25 * 2**20  # as torch's DDP: large enough for bandwidth, small enough to start early
+
+
+class Reducer:
+    """Sums the gradients of a model over all ranks.
+
+    Use per step: `start(last=...)` before each backward, `finish()` after the last one; then every gradient
+    is the sum over ranks. `clear()` sets them to zero. Adasum (Maleki et al. 2020, arXiv:2006.02924)
+    combines each parameter's gradient by itself; each rank's gradient must then be its own mean.
+
+    Args:
+        model: Its parameters that want a gradient are reduced; their `.grad` becomes a view of a buffer.
+        communicator: The ranks.
+        compression: none | fp16, what travels on the wire.
+        op: average | adasum.
+        predivide_factor: Divides before the sum, multiplies after it.
+        groups: Into how many buffers the gradients are split; None: one for each 25 MB.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        communicator: Communicator,
+        *,
+        compression: str = "none",
+        op: str = "average",
+        predivide_factor: float = 1.0,
+        groups: int | None = None,
+    ) -> None:
+        """Lay out the buffers and hook into backward."""
+        hvd = communicator.hvd
+        if op == "adasum" and communicator.size > 1:
+            _check_adasum(hvd, communicator.size)
+        self._hvd = hvd
+        self._adasum = op == "adasum"
+        self._compression = getattr(hvd.Compression, compression)
+        self._scales = {"prescale_factor": 1 / predivide_factor, "postscale_factor": predivide_factor}
+        self._alone = communicator.size == 1
+        self._armed = False
+        # Backward fills gradients from the last layer to the first.
+        parameters = [p for p in model.parameters() if p.requires_grad][::-1]
+        self._groups = [_Group(index, members) for index, members in enumerate(_split(parameters, groups))]
+        for group in self._groups:
+            for parameter in group.parameters:
+                parameter.register_post_accumulate_grad_hook(self._hook(group))  # type: ignore[no-untyped-call]
+
+    def _hook(self, group: _Group) -> Any:
+        def filled(parameter: Tensor) -> None:
+            if not self._armed:
+                return
+            group.waiting -= 1
+            if group.waiting == 0:
+                self._launch(group)
+
+        return filled
+
+    def start(self, last: bool) -> None:
+        """Call before a backward; gradients travel only in the `last` one of a step."""
+        self._armed = last and not self._alone
+
+    def finish(self) -> None:
+        """Wait until every gradient is the sum over ranks; reduces what backward did not reach as zeros."""
+        self._armed = False
+        if self._alone:
+            return
+        for group in self._groups:
+            if not group.flights:
+                self._launch(group)
+        for group in self._groups:
+            self._land(group)
+
+    def clear(self) -> None:
+        """Set all gradients to zero."""
+        for group in self._groups:
+            group.buffer.zero_()
+
+    def _launch(self, group: _Group) -> None:
+        tensors = group.views if self._adasum else [group.buffer]
+        op = self._hvd.Adasum if self._adasum else self._hvd.Sum
+        scales = {} if self._adasum else self._scales
+        for index, tensor in enumerate(tensors):
+            wire, context = self._compression.compress(tensor)
+            handle = self._hvd.allreduce_async_(wire, name=f"gradients.{group.index}.{index}", op=op, **scales)
+            group.flights.append((handle, tensor, context))
+
+    def _land(self, group: _Group) -> None:
+        for handle, tensor, context in group.flights:
+            result = self._compression.decompress(self._hvd.synchronize(handle), context)
+            if result.data_ptr() != tensor.data_ptr():
+                tensor.copy_(result)
+        group.flights.clear()
+        group.waiting = len(group.parameters)
+
+
+class _Group:
+    """Parameters whose gradients are views of one buffer and travel together."""
+
+    def __init__(self, index: int, parameters: list[nn.Parameter]) -> None:
+        self.index = index
+        self.parameters = parameters
+        self.waiting = len(parameters)
+        self.flights: list[tuple[int, Tensor, Any]] = []
+        first = parameters[0]
+        self.buffer = torch.zeros(sum(p.numel() for p in parameters), dtype=first.dtype, device=first.device)
+        self.views = []
+        offset = 0
+        for parameter in parameters:
+            # The parameter's own strides, so that channels-last gradients are not reordered in every step.
+            view = self.buffer.as_strided(parameter.size(), parameter.stride(), offset)
+            self.views.append(view)
+            parameter.grad = view
+            offset += parameter.numel()
+
+
+def _split(parameters: list[nn.Parameter], groups: int | None) -> list[list[nn.Parameter]]:
+    """Consecutive parts of about equal bytes; each of one type and device."""
+    total = sum(_bytes(p) for p in parameters)
+    target = total / (groups or math.ceil(total / GROUP_BYTES))
+    parts: list[list[nn.Parameter]] = []
+    filled = 0.0
+    for parameter in parameters:
+        if not parts or filled >= target or _kind(parts[-1][0]) != _kind(parameter):
+            parts.append([])
+            filled = 0.0
+        parts[-1].append(parameter)
+        filled += _bytes(parameter)
+    return parts
+
+
+def _bytes(parameter: Tensor) -> int:
+    return parameter.numel() * parameter.element_size()
+
+
+def _kind(parameter: Tensor) -> tuple[torch.dtype, torch.device]:
+    return parameter.dtype, parameter.device
+
+
+def _check_adasum(hvd: Any, size: int) -> None:
+    if size & (size - 1):
+        raise UserError(f"horovod.op=adasum needs 2, 4, 8, ... ranks and there are {size}: use horovod.op=average")
+    if not hvd.mpi_enabled():
+        raise UserError("horovod.op=adasum needs MPI and this job runs over Gloo: launch with mpirun")
+
+
+def broadcast_model(model: nn.Module, communicator: Communicator) -> None:
+    """Give every rank rank 0's parameters and buffers."""
+    if communicator.size > 1:
+        communicator.hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+
+
+def averaged(tensors: Iterable[Tensor], communicator: Communicator, name: str) -> list[Tensor]:
+    """The means over ranks of floating-point tensors, as new tensors; others are copied."""
+    copies = [tensor.detach().clone() for tensor in tensors]
+    real = [copy for copy in copies if copy.is_floating_point()]
+    if communicator.size > 1 and real:
+        communicator.hvd.grouped_allreduce_(real, op=communicator.hvd.Average, name=name)
+    return copies

@@ -1,0 +1,122 @@
+"""Every choice of the config composes and builds; what is wrong in it ends in one sentence."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hydra.utils import instantiate
+from jobs import PACKAGE, ROOT, compose_config, environment
+from omegaconf import OmegaConf
+
+import << cookiecutter.package_name >>
+from << cookiecutter.package_name >>.errors import UserError
+from << cookiecutter.package_name >>.options import RULES, check_options
+from << cookiecutter.package_name >>.schedule import Schedule
+from << cookiecutter.package_name >>.state import State
+from << cookiecutter.package_name >>.train import open_schedule, train
+
+CONF = Path(<< cookiecutter.package_name >>.__file__).parent / "conf"
+
+
+def choices(group: str) -> list[str]:
+    return sorted(file.stem for file in (CONF / group).glob("*.yaml") if file.stem != "common")
+
+
+@pytest.mark.parametrize("choice", choices("model"))
+def test_every_model_answers_for_every_class(choice: str) -> None:
+    config = compose_config(f"model={choice}", "data=synthetic")
+    model = instantiate(config.model)
+    assert model(torch.zeros(2, 3, 32, 32)).shape == (2, 10)
+
+
+def test_large_images_get_the_large_stem() -> None:
+    config = compose_config("model=resnet18", "data=image_folder", "data.classes=5", "data.root=.")
+    assert instantiate(config.model)(torch.zeros(1, 3, 224, 224)).shape == (1, 5)
+
+
+@pytest.mark.parametrize("choice", choices("optimizer"))
+def test_every_optimizer_builds(choice: str) -> None:
+    config = compose_config(f"optimizer={choice}")
+    optimizer = instantiate(config.optimizer, _partial_=True)([torch.nn.Parameter(torch.zeros(1))])
+    assert optimizer.param_groups[0]["lr"] == config.optimizer.lr
+
+
+@pytest.mark.parametrize("choice", choices("schedule"))
+def test_every_schedule_warms_up_to_the_scaled_rate(choice: str) -> None:
+    config = compose_config(f"schedule={choice}")
+    state = State(samples=1000, global_batch=4 * config.data.batch_size, world_size=2)
+    schedule = open_schedule(config, state)
+    assert isinstance(schedule, Schedule)
+    assert schedule(0) == config.optimizer.lr
+    assert schedule(config.schedule.warmup_epochs) == pytest.approx(4 * config.optimizer.lr)
+
+
+@pytest.mark.parametrize("group", ["debug", "experiment"])
+def test_every_recipe_composes(group: str) -> None:
+    for choice in choices(group):
+        assert compose_config(f"{group}={choice}").epochs >= 1
+
+
+@pytest.mark.parametrize("option", RULES)
+def test_every_rule_is_of_an_option_that_exists_and_passes(option: str) -> None:
+    extra = {"data.on_error": ["data=image_folder", "data.classes=2", "data.root=."]}
+    extra |= {f"schedule.{name}": ["schedule=step"] for name in ("milestones", "gamma")}
+    extra |= {"schedule.power": ["schedule=polynomial"]}
+    config = compose_config(*extra.get(option, []))
+    parent, _, key = option.rpartition(".")
+    assert key in (OmegaConf.select(config, parent) if parent else config)
+    check_options(config)
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("precision=fp8", "precision=fp8 must be one of fp32, bf16, fp16"),
+        ("epochs=0", "epochs=0 must be a whole number of at least 1"),
+        ("epochs=2.5", "epochs=2.5 must be a whole number of at least 1"),
+        ("epochs=true", "epochs=True must be a whole number of at least 1"),
+        ("optimizer.lr=fast", "optimizer.lr=fast must be a number of at least 1e-12"),
+        ("label_smoothing=2", "label_smoothing=2 must be a number from 0 to 1"),
+        ("compile=maybe", "compile=maybe must be one of true, false"),
+        ("data.batch_size=-4", "data.batch_size=-4 must be a whole number of at least 1"),
+    ],
+)
+def test_a_value_outside_its_rule_is_refused(override: str, sentence: str) -> None:
+    with pytest.raises(UserError) as error:
+        check_options(compose_config(override))
+    assert str(error.value) == sentence
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (["precision=fp16"], "precision=fp16 needs a GPU: use bf16 or fp32 on the CPU"),
+        (["data.shape=[64]"], "training inputs have shape (8, 8, 1) but data.shape=(64,): make them equal"),
+        (["schedule.warmup_epochs=50"], "schedule.warmup_epochs=50 must lie between 0 and epochs=20"),
+        (["data=npy", "data.shape=[1]", "data.classes=2"], "option 'data.source.inputs' has no value"),
+        (["model.hidden=wide"], "Error in call to target"),
+        (["sync_batch_norm=true", "model=cnn"], "sync_batch_norm=true needs GPUs"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(overrides: list[str], sentence: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError) as error:
+        train(compose_config(*overrides), tmp_path)
+    assert str(error.value).startswith(sentence)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("optimizer.lrr=1", "unknown option 'optimizer.lrr': did you mean optimizer.lr?; --cfg job lists all"),
+        ("epoch=1", "unknown option 'epoch': did you mean epochs?; --cfg job lists all"),
+        ("model=mlpp", "model=mlpp is no choice: it must be one of cnn, mlp, resnet18, resnet50"),
+        ("epochs=zero", "epochs=zero must be a whole number of at least 1"),
+    ],
+)
+def test_the_command_ends_in_one_sentence(override: str, sentence: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", f"{PACKAGE}.train", f"hydra.run.dir={tmp_path}/run", override]
+    result = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stderr) == (2, f"error: {sentence}\n")

@@ -1,0 +1,152 @@
+"""The saver: what happens beside the training, in which order, and what a failure does."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from threading import Event, current_thread, main_thread
+
+import pytest
+from store_helpers import check_invariants, content, small_disk, steps
+
+from << cookiecutter.package_name >>.checkpoint import Checkpoint, Store, StoreError, Writer
+from << cookiecutter.package_name >>.saver import Saver
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return Store(tmp_path / "checkpoints")
+
+
+def failing(folder: Path) -> None:
+    raise OSError(28, "No space left on device")
+
+
+def test_training_goes_on_while_it_writes_one_save_at_a_time(store: Store) -> None:
+    saver, may_write = Saver(store), Event()
+    log: list[str] = []
+
+    def slow(folder: Path) -> None:
+        assert current_thread() is not main_thread()
+        may_write.wait(10)
+        content()(folder)
+        log.append("first written")
+
+    def second_snapshot() -> Writer:
+        log.append("second snapshot")
+        return content()
+
+    saver.save(10, lambda: slow, {})
+    assert steps(store) == []
+    log.append("training")
+    may_write.set()
+    saver.save(20, second_snapshot, {})
+    saver.close()
+    saver.close()
+    assert log == ["training", "first written", "second snapshot"]
+    assert steps(store) == [10, 20]
+
+
+def test_synchronous(store: Store) -> None:
+    saver = Saver(store, asynchronous=False)
+    saver.save(10, content, {})
+    assert steps(store) == [10]
+
+
+def test_both_ways_write_the_same_bytes(tmp_path: Path) -> None:
+    folders = []
+    for asynchronous in (True, False):
+        saver = Saver(Store(tmp_path / str(asynchronous)), asynchronous=asynchronous)
+        saver.save(10, content, {"epoch": 1})
+        saver.close()
+        folders.append(tmp_path / str(asynchronous) / "step-00000010")
+    for file in ("model.bin", "train_state.json", "rng/rank-0.bin"):
+        assert (folders[0] / file).read_bytes() == (folders[1] / file).read_bytes()
+
+
+def test_the_snapshot_is_of_now(store: Store) -> None:
+    weights = [1.0]
+
+    def snapshot() -> Writer:
+        copy = str(weights)
+        return lambda folder: (folder / "weights.txt").write_text(copy)
+
+    saver = Saver(store)
+    for step in (1, 2):
+        saver.save(step, snapshot, {})
+        weights[0] += 1
+    saver.close()
+    assert [(item.folder / "weights.txt").read_text() for item in store.checkpoints()] == ["[1.0]", "[2.0]"]
+
+
+def test_meta_is_of_now_too(store: Store) -> None:
+    saver, meta, may_write = Saver(store), {"epoch": 1}, Event()
+    saver.save(1, lambda: lambda folder: may_write.wait(10), meta)
+    meta["epoch"] = 2
+    may_write.set()
+    saver.close()
+    assert store.find(1).meta["epoch"] == 1
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_failures_in_a_row_end_the_job(store: Store, asynchronous: bool, caplog: pytest.LogCaptureFixture) -> None:
+    saver = Saver(store, asynchronous=asynchronous, max_failures=2)
+    for write in (failing, content(), failing):
+        saver.save(10, lambda write=write: write, {})  # type: ignore[misc]
+        saver.wait()
+    assert "step 10 could not be saved in" in caplog.text
+    assert "No space left on device (failure 1 of 2 in a row)" in caplog.text
+    with pytest.raises(StoreError, match="No space left"):
+        for _ in range(2):
+            saver.save(20, lambda: failing, {})
+    assert steps(store) == [10]
+    saver.close()
+
+
+def test_an_error_of_the_program_is_raised_at_the_next_call(store: Store) -> None:
+    def wrong(folder: Path) -> None:
+        raise ZeroDivisionError
+
+    saver = Saver(store)
+    saver.save(10, lambda: wrong, {})
+    with pytest.raises(ZeroDivisionError):
+        saver.save(20, content, {})
+    saver.save(30, lambda: wrong, {})
+    with pytest.raises(ZeroDivisionError):
+        saver.close()
+
+
+def test_whoever_wants_to_know_is_told(store: Store) -> None:
+    told: list[Checkpoint] = []
+    saver = Saver(store, published=told.append)
+    saver.save(10, content, {})
+    saver.close()
+    assert told == store.checkpoints()
+
+
+def test_it_says_how_long_training_stood_still(store: Store, caplog: pytest.LogCaptureFixture) -> None:
+    saver = Saver(store)
+    with caplog.at_level(logging.INFO):
+        saver.save(10, content, {})
+        saver.close()
+    assert "step 10: training stood still for 0." in caplog.text
+    assert "step-00000010: 0.0 MB in " in caplog.text
+    assert "MB/s" in caplog.text
+
+
+def test_a_full_disk_does_not_end_the_training(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with small_disk(tmp_path / "disk", megabytes=4) as disk:
+        store = Store(disk / "checkpoints")
+        saver = Saver(store, max_failures=3)
+        ballast = disk / "ballast"
+        for step in range(1, 7):
+            if step == 3:
+                ballast.write_bytes(bytes(2_000_000))
+            if step == 5:
+                ballast.unlink()
+            saver.save(step, lambda: content(size=900_000), {})
+            saver.wait()
+        saver.close()
+        check_invariants(store)
+        assert steps(store) == [2, 5, 6]
+        assert "(failure 2 of 3 in a row)" in caplog.text

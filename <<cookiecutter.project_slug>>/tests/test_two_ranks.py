@@ -1,0 +1,190 @@
+"""Jobs of several real processes: same result for any number of ranks, and an end for every failure."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from conftest import Job
+from jobs import PACKAGE, ROOT, SMALL, environment, read_lines, run_ranks, start_job, values
+
+pytestmark = pytest.mark.slow
+
+DOWN_S = 15  # the promise: all ranks are gone so many seconds after one has died
+
+
+def test_collectives_and_reducer() -> None:
+    result = run_ranks(2, "collectives.py")
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert all(f"rank {rank} passed" in result.stdout for rank in range(2))
+
+
+def test_digits_with_two_ranks(job: Job, tmp_path: Path) -> None:
+    result = job(2)
+    assert result.returncode == 0, result.stdout
+    run = tmp_path / "run"
+    assert values(run, "val/accuracy")[-1] >= 0.97
+    assert "validation accuracy" in result.stdout
+    assert (run / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert sorted(file.name for file in (run / "logs").iterdir()) == ["rank-0.log", "rank-1.log"]
+    assert sorted(entry.name for entry in run.iterdir()) == [
+        ".hydra",
+        "checkpoints",
+        "curves.png",
+        "logs",
+        "metrics.jsonl",
+        "tensorboard",
+    ]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["data.global_batch=96"],
+        ["data.global_batch=96", "horovod.accumulation=2", "data.workers=1", "clip_norm=1.0", "optimizer=adamw"],
+    ],
+)
+def test_one_two_and_three_ranks_train_alike(job: Job, tmp_path: Path, overrides: list[str]) -> None:
+    for ranks in (1, 2, 3):
+        result = job(ranks, *SMALL, "tracking.log_every=5", *overrides, folder=tmp_path / str(ranks))
+        assert result.returncode == 0, result.stdout
+    for name in ("train/loss", "val/loss", "val/accuracy"):
+        alone, *others = (values(tmp_path / str(ranks), name) for ranks in (1, 2, 3))
+        assert len(alone) >= 2
+        for other in others:
+            assert other == pytest.approx(alone, rel=1e-4)
+
+
+def test_replicate(job: Job, tmp_path: Path) -> None:
+    result = job(2, *SMALL, "data.distribution=replicate")
+    assert result.returncode == 0, result.stdout
+    assert read_lines(tmp_path / "run")[-1]["step"] == 2 * 45  # 1,438 samples in batches of 32, on each rank
+    assert values(tmp_path / "run", "val/accuracy")[-1] > 0.9
+
+
+def test_batch_norm_fp16_on_the_wire_and_adasum(job: Job, tmp_path: Path) -> None:
+    result = job(2, *SMALL, "model=cnn", "horovod.compression=fp16", "horovod.groups=2")
+    assert result.returncode == 0, result.stdout
+    assert values(tmp_path / "run", "val/accuracy")[-1] > 0.9
+    result = job(2, *SMALL, "horovod.op=adasum", "schedule.scaling=adasum", folder=tmp_path / "adasum")
+    if "adasum needs MPI" in result.stdout:  # the job runs over Gloo here: then it is refused in one sentence
+        assert result.returncode != 0
+    else:
+        assert values(tmp_path / "adasum", "val/accuracy")[-1] > 0.9
+
+
+def test_the_same_run_goes_on_where_it_was(job: Job, tmp_path: Path) -> None:
+    whole = job(2, "epochs=3", folder=tmp_path / "whole")
+    assert whole.returncode == 0, whole.stdout
+    first = job(2, "epochs=3", "data.source._target_=faulty.fails_later", "~data.source.validation_fraction")
+    assert first.returncode != 0
+    second = job(2, "epochs=3")
+    assert second.returncode == 0, second.stdout
+    for name in ("train/loss", "val/loss", "lr"):
+        assert values(tmp_path / "run", name) == values(tmp_path / "whole", name)
+    refused = job(2, "epochs=3", "resume=never")
+    assert "error: resume=never" in refused.stdout
+    assert refused.returncode == 2
+
+
+def wait_for_training(folder: Path) -> None:
+    for _ in range(600):
+        if (folder / "metrics.jsonl").exists() and len(read_lines(folder)) > 2:
+            return
+        time.sleep(0.1)
+    raise AssertionError(f"no training in {folder} after 60 s")
+
+
+def process_of(folder: Path, rank: int) -> int:
+    found = re.search(r"process (\d+)", (folder / "logs" / f"rank-{rank}.log").read_text())
+    assert found
+    return int(found[1])
+
+
+def is_alive(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_rank_takes_all_down(tmp_path: Path, victim: int) -> None:
+    folder = tmp_path / "run"
+    with start_job(2, folder, "epochs=100000", "checkpoint.every_epochs=1000") as job:
+        wait_for_training(folder)
+        ranks = [process_of(folder, rank) for rank in range(2)]
+        os.kill(ranks[victim], signal.SIGKILL)
+        job.communicate(timeout=DOWN_S)
+    assert job.returncode != 0
+    assert not any(is_alive(process) for process in ranks)
+
+
+def test_an_exception_on_one_rank_ends_all_and_is_shown(job: Job, tmp_path: Path) -> None:
+    result = job(2, "data.source._target_=faulty.fails_later", "~data.source.validation_fraction")
+    assert result.returncode != 0
+    assert "error: ValueError: the disk of rank 1 is gone" in result.stdout
+    assert "Traceback" in (tmp_path / "run" / "logs" / "rank-1.log").read_text()
+
+
+def test_a_rank_that_cannot_start_ends_all(job: Job) -> None:
+    result = job(2, "data.source._target_=faulty.fails_at_once", "~data.source.validation_fraction")
+    assert result.returncode != 0
+    assert "rank 1: " in result.stdout
+    assert "no data on this host" in result.stdout
+
+
+def test_a_loss_that_is_not_a_number(job: Job, tmp_path: Path) -> None:
+    faulty = ["data.source._target_=faulty.not_a_number", "~data.source.validation_fraction"]
+    stopped = job(2, *SMALL, *faulty)
+    assert stopped.returncode == 2
+    assert stopped.stdout.count("error: the loss is not finite between steps") == 1
+    skipped = job(2, *SMALL, *faulty, "on_nan=skip", folder=tmp_path / "skip")
+    assert skipped.returncode == 0, skipped.stdout
+    assert values(tmp_path / "skip", "val/accuracy")[-1] > 0.9
+
+
+def test_a_batch_smaller_than_the_ranks(job: Job) -> None:
+    result = job(2, "data.global_batch=1")
+    assert result.returncode == 2
+    assert result.stdout.count("error: the global batch of 1 is smaller than 2") == 1
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 300 kB."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=300k", "tmpfs", str(disk)]
+    if os.geteuid() != 0 or subprocess.run(mount, check=False).returncode != 0:
+        pytest.skip("mounting a small file system needs root")
+    yield disk
+    subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_a_full_disk_ends_the_job(job: Job, small_disk: Path) -> None:
+    (small_disk / "filler").write_bytes(bytes(300 * 1024))
+    result = job(2, folder=small_disk / "run")
+    assert result.returncode == 2
+    assert "error: No space left on device" in result.stdout
+    assert "hydra.run.dir" in result.stdout
+
+
+def test_another_world_than_the_launchers(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", f"{PACKAGE}.train", f"hydra.run.dir={tmp_path}/run"]
+    result = subprocess.run(
+        command,
+        cwd=ROOT,
+        env={**environment(), "SLURM_STEP_NUM_TASKS": "4"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 2
+    assert result.stderr.startswith("error: the launcher started 4 ranks but Horovod sees 1: ")

@@ -1,0 +1,45 @@
+"""Keeps the files that the answers ask for, removes the others, prints the next steps."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+ANSWERS: dict[str, Any] = json.loads(r"""<< cookiecutter | tojson >>""")
+
+NEXT_STEPS = """
+{project_slug} is ready. Next:
+    cd {project_slug}
+    git init
+    pip install nox
+    nox -s train            # builds Horovod the first time (minutes), then trains
+README.md says what each file is for.
+"""
+
+
+def keep_one_license() -> None:
+    """The chosen licence becomes LICENSE, the others go."""
+    os.replace(Path("licenses", ANSWERS["license"]), "LICENSE")
+    shutil.rmtree("licenses")
+
+
+def remove_unwanted() -> None:
+    """Whole files are switched, never lines in them."""
+    package = Path("src", ANSWERS["package_name"])
+    if not ANSWERS["use_slurm"]:
+        Path("launch/slurm.sbatch").unlink()
+    if not ANSWERS["use_kubernetes"]:
+        Path("launch/kubernetes.yaml").unlink()
+    if ANSWERS["framework"] == "torch":
+        shutil.rmtree(package / "tensorflow", ignore_errors=True)
+
+
+def main() -> None:
+    """Tidies the fresh project and says what to do with it."""
+    keep_one_license()
+    remove_unwanted()
+    print(NEXT_STEPS.format(**ANSWERS))
+
+
+main()

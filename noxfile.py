@@ -1,0 +1,91 @@
+"""Tests, lints and tries the template: `nox -s tests`, `nox -s lint`, `nox -s demo`."""
+
+import json
+import platform
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import nox
+
+nox.needs_version = ">=2024.4.15"
+nox.options.sessions = ["tests"]
+nox.options.reuse_venv = "yes"
+# pip, not uv: pip's own configuration decides between a CPU and a CUDA build of the framework.
+nox.options.default_venv_backend = "virtualenv"
+
+DEMO = Path("demo")
+QUESTIONS: dict[str, Any] = {
+    key: value for key, value in json.loads(Path("cookiecutter.json").read_text()).items() if not key.startswith("_")
+}
+
+
+def install(session: nox.Session) -> None:
+    """Installs the tools that pyproject.toml lists."""
+    groups = nox.project.load_toml("pyproject.toml")
+    session.install(*nox.project.dependency_groups(groups, "dev"))
+
+
+def check(session: nox.Session) -> None:
+    """Style and types of the template's own code."""
+    session.run("ruff", "check")
+    session.run("ruff", "format", "--check")
+    session.run("mypy")
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Checks style and types of the template's own code."""
+    install(session)
+    check(session)
+
+
+@nox.session
+def tests(session: nox.Session) -> None:
+    """Lints the template, then renders and tries it; arguments go to pytest."""
+    install(session)
+    check(session)
+    session.run("pytest", *session.posargs)
+
+
+def parse_answer(session: nox.Session, argument: str) -> tuple[str, str]:
+    """Splits `key=value`; cookiecutter itself would drop an unknown key silently."""
+    key, equals, value = argument.partition("=")
+    if not equals or key not in QUESTIONS:
+        known = ", ".join(QUESTIONS)
+        session.error(f"'{argument}' is no answer: write key=value with a key of {known}.")
+    choices = QUESTIONS[key]
+    if isinstance(choices, list) and value not in choices:
+        session.error(f"{key} is '{value}', but it must be one of {', '.join(choices)}.")
+    return key, value
+
+
+def demo_answers(session: nox.Session) -> list[str]:
+    """The answers after `--`; the Python is the running one where the template has it."""
+    answers = {}
+    here = ".".join(platform.python_version_tuple()[:2])
+    if here in QUESTIONS["python_version"]:
+        answers["python_version"] = here
+    answers |= dict(parse_answer(session, argument) for argument in session.posargs)
+    return [f"{key}={value}" for key, value in answers.items()]
+
+
+def render(session: nox.Session, answers: list[str]) -> Path:
+    """Renders into demo/, over an earlier demo: its environment and runs stay."""
+    DEMO.mkdir(exist_ok=True)
+    options = ["--no-input", "--overwrite-if-exists", "--output-dir", str(DEMO)]
+    session.run("cookiecutter", *options, ".", *answers)
+    return max(DEMO.glob("*/pyproject.toml"), key=lambda path: path.stat().st_mtime).parent
+
+
+@nox.session(default=False)
+def demo(session: nox.Session) -> None:
+    """Renders a project and trains in it: `nox -s demo -- framework=torch`."""
+    answers = demo_answers(session)
+    session.install("cookiecutter>=2.6")
+    project = render(session, answers)
+    run = time.strftime("demo-%Y%m%d-%H%M%S")
+    command = [sys.executable, "-m", "nox", "-f", str(project / "noxfile.py"), "-s", "train"]
+    session.run(*command, "--", f"name={run}", external=True)
+    session.log(f"The curves are in {project / 'runs' / run / 'curves.png'}")

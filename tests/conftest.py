@@ -1,0 +1,93 @@
+"""Renders the template, and shares one installed project between the slow tests."""
+
+import itertools
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cookiecutter.main import cookiecutter
+
+ROOT = Path(__file__).resolve().parents[1]
+PROJECT_FOLDER = "<<cookiecutter.project_slug>>"
+QUESTIONS: dict[str, Any] = {
+    key: value for key, value in json.loads((ROOT / "cookiecutter.json").read_text()).items() if not key.startswith("_")
+}
+CHOICES: dict[str, list[Any]] = {
+    "framework": ["torch"],
+    **{key: QUESTIONS[key] for key in ("python_version", "cuda_version", "license")},
+    "use_slurm": [False, True],
+    "use_kubernetes": [False, True],
+}
+COMBINATIONS = [dict(zip(CHOICES, values, strict=True)) for values in itertools.product(*CHOICES.values())]
+HARD_ANSWERS = {
+    "project_name": "Ünïcode & \"quotes\" 'n' spaces 🐝",
+    "description": "Back\\slash, \"double\", 'single', {{ braces }}, # hash: 深層学習 🐝",
+    "author": 'O\'Brien & Müller "the team" 山田',
+}
+
+
+def render(template: Path, folder: Path, **answers: Any) -> Path:
+    """The folder of a fresh project; cookiecutter would drop an unknown key silently."""
+    assert answers.keys() <= QUESTIONS.keys()
+    options = {"no_input": True, "output_dir": str(folder)}
+    return Path(cookiecutter(str(template), extra_context=answers, **options))
+
+
+def run(*command: str | Path, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    """Runs a command and keeps what it prints."""
+    return subprocess.run([str(word) for word in command], cwd=cwd, capture_output=True, text=True)
+
+
+def check(*command: str | Path, cwd: Path = ROOT) -> str:
+    """Runs a command that must succeed and gives what it printed."""
+    done = run(*command, cwd=cwd)
+    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+    return done.stdout + done.stderr
+
+
+def nox(project: Path, session: str, *arguments: str) -> str:
+    """Runs a session of the generated project."""
+    return check(sys.executable, "-m", "nox", "-s", session, "--", *arguments, cwd=project)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def own_settings(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Keeps the user's settings of git and cookiecutter out, and the tests out of theirs."""
+    folder = tmp_path_factory.mktemp("settings")
+    git, cookies = folder / "gitconfig", folder / "cookiecutter.yaml"
+    git.write_text("[user]\nname = Test\nemail = test@example.org\n[safe]\ndirectory = *\n")
+    cookies.write_text(f"replay_dir: {folder / 'replays'}\ncookiecutters_dir: {folder / 'clones'}\n")
+    os.environ |= {"GIT_CONFIG_GLOBAL": str(git), "COOKIECUTTER_CONFIG": str(cookies)}
+    return folder
+
+
+@pytest.fixture(scope="session")
+def replays(own_settings: Path) -> Path:
+    """Where cookiecutter keeps the answers of its last run."""
+    return own_settings / "replays"
+
+
+@pytest.fixture(scope="session")
+def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The template as a commit of the working tree would hold it: no caches, no ignored files."""
+    copy = tmp_path_factory.mktemp("template")
+    listed = check("git", "ls-files", "--cached", "--others", "--exclude-standard", "-z")
+    for name in filter(None, listed.split("\0")):
+        target = copy / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, target)
+    return copy
+
+
+@pytest.fixture(scope="session")
+def project(template: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The one project that the slow tests install and run."""
+    here = ".".join(platform.python_version_tuple()[:2])
+    folder = tmp_path_factory.mktemp("project")
+    return render(template, folder, python_version=here, **HARD_ANSWERS)

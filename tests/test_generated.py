@@ -1,0 +1,35 @@
+"""A generated project works: its own lint, types and tests, and a job of two processes."""
+
+import json
+import re
+import time
+from pathlib import Path
+
+import pytest
+from conftest import nox
+
+pytestmark = pytest.mark.slow
+
+
+def test_lint_and_types(project: Path) -> None:
+    nox(project, "lint")
+
+
+def test_own_tests(project: Path) -> None:
+    assert re.search(r"\d+ passed", nox(project, "tests"))
+
+
+def test_two_processes_learn(project: Path) -> None:
+    nox(project, "train", "-n", "2", "name=pair")
+    run = project / "runs/pair"
+    assert {"rank-0.log", "rank-1.log"} <= {path.name for path in (run / "logs").iterdir()}
+    assert (run / "curves.png").read_bytes().startswith(b"\x89PNG")
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert max(record.get("val/accuracy", 0) for record in records) >= 0.97
+
+
+def test_second_start_is_quick(project: Path) -> None:
+    nox(project, "train", "-n", "1", "name=warm")
+    start = time.monotonic()
+    nox(project, "train", "-n", "1", "name=warm-again")
+    assert time.monotonic() - start < 60
