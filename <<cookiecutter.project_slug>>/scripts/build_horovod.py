@@ -1,9 +1,9 @@
-"""Builds, proves and caches the one Horovod wheel that fits the environment of this interpreter.
+"""Builds, proves and caches the Horovod wheel that fits the environment of this interpreter.
 
-    python scripts/build_horovod.py          # prints the wheel's path; the frameworks must be installed
+    python scripts/build_horovod.py     # the frameworks must be installed; prints the path of the wheel
 
-The last release of Horovod no longer compiles against current frameworks. EDITS is all that is changed in it,
-and why; docs/building-horovod.md of the template says what each edit brought. Standard output carries only the result.
+The last release of Horovod no longer compiles against current frameworks: EDITS is all that is changed in it, and why.
+Standard output carries only the result. Exit codes: 2 refused, with nothing begun; 1 the build or its proof failed.
 """
 
 import argparse
@@ -24,33 +24,19 @@ import time
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from importlib import metadata, util
 from pathlib import Path
 
 PYPROJECT = Path(__file__).resolve().parents[1] / "pyproject.toml"
 SDISTS = {"0.28.1": "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"}
-TOOLS = ("setuptools==80.*", "cmake==4.*", "ninja==1.*")  # they never enter the environment itself
-NEEDS = ("cloudpickle", "packaging", "psutil", "pyyaml")  # what the wheel itself requires
+TOOLS = ["setuptools==80.*", "cmake==4.*", "ninja==1.*"]  # for the build; never put into the environment
+NEEDS = ["cloudpickle", "packaging", "psutil", "pyyaml"]  # what the wheel requires, for its proof
 OLDEST = {"torch": (2, 7), "tensorflow": (2, 18)}  # the first whose wheels have the new C++ ABI
-GIB_PER_JOB = 1.5  # one compiler was seen to take 1.1
+GIB_PER_JOB = 1.5  # the largest compiler was seen to take 1.1
 PROOF_SECONDS = 180
-PIP_LOCAL = ("--no-deps", "--no-build-isolation", "--no-cache-dir")
 
-
-@dataclass(frozen=True)
-class Edit:
-    """One change to the sdist, made at every match of the pattern; no match is an error."""
-
-    file: str
-    pattern: str
-    replacement: str
-    why: str
-
-
-ROOT = "CMakeLists.txt"
-TORCH = "horovod/torch/CMakeLists.txt"
-TENSORFLOW = "horovod/tensorflow/CMakeLists.txt"
+ROOT, TORCH, TENSORFLOW = (folder + "CMakeLists.txt" for folder in ("", "horovod/torch/", "horovod/tensorflow/"))
 UNITY = "PROPERTIES UNITY_BUILD ON UNITY_BUILD_RELOCATABLE ON UNITY_BUILD_BATCH_SIZE"
 COMMON_LIBRARY = rf"""
 add_library(horovod_common OBJECT ${{SOURCES}})
@@ -58,18 +44,18 @@ target_include_directories(horovod_common PRIVATE "${{EIGEN_INCLUDE_PATH}}" "${{
 set_target_properties(horovod_common {UNITY} 10)
 \g<0>"""
 FIND_PYTORCH = """\
+set(PYTORCH_FOUND TRUE)
 set(Pytorch_VERSION "$ENV{RECIPE_TORCH_VERSION}")
 set(Pytorch_INCLUDE_DIRS "$ENV{RECIPE_TORCH}/include" "$ENV{RECIPE_TORCH}/include/torch/csrc/api/include")
 set(Pytorch_CXX11 TRUE)
+set(Pytorch_CUDA ${HAVE_CUDA})
 set(_libraries c10 torch torch_cpu torch_python)
 if(HAVE_CUDA)
-    set(Pytorch_CUDA TRUE)
     list(APPEND _libraries c10_cuda torch_cuda)
 endif()
 foreach(_library IN LISTS _libraries)
-    list(APPEND Pytorch_LIBRARIES "$ENV{RECIPE_TORCH}/lib/lib${_library}${CMAKE_SHARED_LIBRARY_SUFFIX}")
+    list(APPEND Pytorch_LIBRARIES "$ENV{RECIPE_TORCH}/lib/lib${_library}.so")
 endforeach()
-set(PYTORCH_FOUND TRUE)
 """
 TORCH_HEADERS = """\
 #include <ATen/core/Tensor.h>
@@ -88,77 +74,55 @@ inline GpuStreamHandle AsGpuStreamValue(Stream* stream) {
 } // namespace gpu
 } // namespace stream_executor
 """
+
+
+@dataclass(frozen=True)
+class Edit:
+    """One change to the sdist, made at every match of the pattern; no match is an error."""
+
+    file: str
+    why: str
+    pattern: str
+    replacement: str
+
+
+# fmt: off
 EDITS = (
     # Without these it does not compile, or does not run.
-    Edit(ROOT, r"CMAKE_CXX_STANDARD 1[47]\)", "CMAKE_CXX_STANDARD 20)", "torch >= 2.14 needs C++20"),
-    Edit(TORCH, r"CMAKE_CXX_STANDARD 14\)", "CMAKE_CXX_STANDARD 20)", "torch >= 2.14 needs C++20"),
-    Edit(TENSORFLOW, r"CMAKE_CXX_STANDARD 17\)", "CMAKE_CXX_STANDARD 20)", "one standard for all"),
-    Edit(TENSORFLOW, r"^.*xla_mpi_ops\.cc.*\n", "", "TensorFlow >= 2.19 moved the headers of XLA"),
-    Edit(
-        TORCH,
-        r"from distutils\.sysconfig import get_python_inc; print\(get_python_inc\(\)\)",
-        "import sysconfig; print(sysconfig.get_path('include'))",
-        "Python >= 3.12 has no distutils",
-    ),
-    Edit(
-        "horovod/runner/js_run.py",
-        r"^from distutils\.spawn import find_executable$",
-        "from shutil import which as find_executable",
-        "Python >= 3.12 has no distutils, and horovodrun imports this file",
-    ),
-    Edit("horovod/common/common.h", r"^#include <string>$", "#include <stdexcept>\n\\g<0>", "gcc >= 13"),
-    Edit("horovod/common/group_table.h", r"^#include <queue>$", "\\g<0>\n#include <string>", "gcc >= 13"),
-    Edit("horovod/common/ops/cuda/CMakeLists.txt", r"STANDARD 11\)", "STANDARD 17)", "nvcc with gcc >= 14"),
-    Edit(
-        "horovod/tensorflow/mpi_ops.cc",
-        r"^// Forward declaration of AsGpuStreamValue\n(?:.*\n){5}(#if(?:.*\n){4}#endif.*)\n",
-        STREAM_VALUE,
-        "TensorFlow >= 2.21 no longer exports this function",
-    ),
-    Edit("setup.py", r"require_list\.append\('cffi>=1\.4\.0'\)", "pass", "nothing in it imports cffi"),
+    Edit(ROOT, "torch >= 2.14 needs C++20", r"CMAKE_CXX_STANDARD 1[47]\)", "CMAKE_CXX_STANDARD 20)"),
+    Edit(TORCH, "torch >= 2.14 needs C++20", r"CMAKE_CXX_STANDARD 14\)", "CMAKE_CXX_STANDARD 20)"),
+    Edit(TENSORFLOW, "one standard for all", r"CMAKE_CXX_STANDARD 17\)", "CMAKE_CXX_STANDARD 20)"),
+    Edit(TENSORFLOW, "TensorFlow >= 2.19 moved the headers of XLA", r"^.*xla_mpi_ops\.cc.*\n", ""),
+    Edit("horovod/tensorflow/mpi_ops.cc", "TensorFlow >= 2.21 no longer exports this function",
+         r"^// Forward declaration of AsGpuStreamValue\n(?:.*\n){5}(#if(?:.*\n){4}#endif.*)\n", STREAM_VALUE),
+    Edit(TORCH, "Python >= 3.12 has no distutils", r"from distutils\.sysconfig .*get_python_inc\(\)\)",
+         "import sysconfig; print(sysconfig.get_path('include'))"),
+    Edit("horovod/runner/js_run.py", "Python >= 3.12 has no distutils, and horovodrun imports this file",
+         r"^from distutils\.spawn import find_executable$", "from shutil import which as find_executable"),
+    Edit("horovod/common/common.h", "gcc >= 13", r"^#include <string>$", "#include <stdexcept>\n\\g<0>"),
+    Edit("horovod/common/group_table.h", "gcc >= 13", r"^#include <queue>$", "\\g<0>\n#include <string>"),
+    Edit("horovod/common/ops/cuda/CMakeLists.txt", "nvcc with gcc >= 14", r"STANDARD 11\)", "STANDARD 17)"),
+    Edit("setup.py", "nothing in it imports cffi", r"require_list\.append\('cffi>=1\.4\.0'\)", "pass"),
     # With these it is quick and small, at the same optimisation level.
-    Edit(ROOT, r'"-O2" "-O3"', '"-O2 -g" "-O3"', "debug information is most of the plain wheel"),
-    Edit(ROOT, r"^# TF\n", COMMON_LIBRARY, "common files: once for all frameworks, and in few units"),
-    Edit(
-        TORCH,
-        r"SHARED \$\{SOURCES\} (.*)$",
-        rf"SHARED $<TARGET_OBJECTS:horovod_common> \1\nset_target_properties(${{PYTORCH_TARGET_LIB}} {UNITY} 0)",
-        "use the common objects; read torch's headers once",
-    ),
-    Edit(TENSORFLOW, r"SHARED \$\{SOURCES\}", "SHARED $<TARGET_OBJECTS:horovod_common>", "the common objects"),
-    Edit(TENSORFLOW, r"CXX17 TRUE\)", "CXX17 FALSE)", "one Gloo: standard and ABI are the same for all now"),
-    Edit(
-        "third_party/gloo/gloo/CMakeLists.txt",
-        r"^add_library\(gloo .*$",
-        rf"\g<0>\nset_target_properties(gloo {UNITY} 0)",
-        "Gloo in one unit",
-    ),
-    Edit(
-        "third_party/gloo/gloo/allreduce.cc",
-        r"\bReductionFunction\b",
-        "AllreduceFunction",
-        "a local alias that is ambiguous once Gloo is one unit",
-    ),
-    Edit(
-        "horovod/torch/adapter_v2.h",
-        r"^#include <torch/extension\.h>\n#include <torch/torch\.h>\n",
-        TORCH_HEADERS,
-        "the headers that are used, not the whole C++ frontend",
-    ),
-    Edit(
-        "horovod/torch/mpi_ops_v2.cc",
-        r"^#include <torch/extension\.h>\n#include <torch/torch\.h>\n",
-        '#include "adapter_v2.h"\n',
-        "the headers that are used, not the whole C++ frontend",
-    ),
-    Edit(
-        "cmake/Modules/FindPytorch.cmake",
-        r"(?s)\A.+\Z",
-        FIND_PYTORCH,
-        "it imports torch eight times to learn what is known here",
-    ),
-    Edit("setup.py", r"cmake_build_args \+= .*$", "pass", "they are for make, but ninja builds"),
+    Edit(ROOT, "debug information is most of the plain wheel", r'"-O2" "-O3"', '"-O2 -g" "-O3"'),
+    Edit(ROOT, "common files once for all frameworks, and in few units", r"^# TF\n", COMMON_LIBRARY),
+    Edit(TORCH, "take the common objects, and read torch's headers once", r"SHARED \$\{SOURCES\} (.*)$",
+         rf"SHARED $<TARGET_OBJECTS:horovod_common> \1\nset_target_properties(${{PYTORCH_TARGET_LIB}} {UNITY} 0)"),
+    Edit(TENSORFLOW, "take the common objects", r"SHARED \$\{SOURCES\}", "SHARED $<TARGET_OBJECTS:horovod_common>"),
+    Edit(TENSORFLOW, "one Gloo: standard and ABI are the same for all now", r"CXX17 TRUE\)", "CXX17 FALSE)"),
+    Edit("third_party/gloo/gloo/CMakeLists.txt", "Gloo in one unit", r"^add_library\(gloo .*$",
+         rf"\g<0>\nset_target_properties(gloo {UNITY} 0)"),
+    Edit("third_party/gloo/gloo/allreduce.cc", "a local alias that is ambiguous once Gloo is one unit",
+         r"\bReductionFunction\b", "AllreduceFunction"),
+    Edit("horovod/torch/adapter_v2.h", "the headers that are used, not torch's whole C++ frontend",
+         r"^#include <torch/extension\.h>\n#include <torch/torch\.h>\n", TORCH_HEADERS),
+    Edit("horovod/torch/mpi_ops_v2.cc", "the headers that are used, not torch's whole C++ frontend",
+         r"^#include <torch/extension\.h>\n#include <torch/torch\.h>\n", '#include "adapter_v2.h"\n'),
+    Edit("cmake/Modules/FindPytorch.cmake", "it imports torch eight times to learn what is known here",
+         r"(?s)\A.+\Z", FIND_PYTORCH),
+    Edit("setup.py", "these arguments are for make, but ninja builds", r"cmake_build_args \+= .*$", "pass"),
 )
+# fmt: on
 PROOF = """
 import importlib, sys
 transport, cuda, *names = sys.argv[1:]
@@ -174,14 +138,11 @@ for name in names:
     assert total.numpy().tolist() == [3.0, 5.0], f"wrong sum {total}"
 """
 MPI_SETTINGS = {  # the same wishes to Open MPI 4 and 5: any user, any container, few cores
-    "OMPI_ALLOW_RUN_AS_ROOT": "1",
-    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    **{f"{name}_ALLOW_RUN_AS_ROOT{confirm}": "1" for name in ("OMPI", "PRTE") for confirm in ("", "_CONFIRM")},
     "OMPI_MCA_btl_vader_single_copy_mechanism": "none",
     "OMPI_MCA_hwloc_base_binding_policy": "none",
     "OMPI_MCA_mpi_yield_when_idle": "1",
     "OMPI_MCA_rmaps_base_oversubscribe": "1",
-    "PRTE_ALLOW_RUN_AS_ROOT": "1",
-    "PRTE_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
     "PRTE_MCA_hwloc_default_binding_policy": "none",
     "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
 }
@@ -211,7 +172,7 @@ class Cuda:
 
     toolkit: str
     version: str
-    nccl: str
+    nccl: str  # its folder
     nccl_version: str
     architectures: str
 
@@ -228,12 +189,12 @@ class Plan:
     arch_flags: str
 
     def key(self) -> str:
-        """The name of the wheel's folder in the cache: the same facts, the same wheel."""
-        portable = replace(self, frameworks=tuple(replace(one, folder="") for one in self.frameworks))
-        recipe = [SDISTS[self.horovod], TOOLS, PROOF, [asdict(edit) for edit in EDITS]]
-        python = [platform.python_version(), sysconfig.get_config_var("SOABI")]
-        system = [sysconfig.get_platform(), platform.libc_ver()]
-        facts = json.dumps([asdict(portable), recipe, python, system], sort_keys=True)
+        """The name of the wheel's folder in the cache: the same facts and the same recipe, the same wheel."""
+        frameworks = [(one.name, one.version, one.cuda) for one in self.frameworks]
+        cuda = self.cuda and [self.cuda.version, self.cuda.nccl_version, self.cuda.architectures]
+        python = [sys.version, sysconfig.get_config_var("SOABI"), sysconfig.get_platform(), platform.libc_ver()]
+        recipe = Path(__file__).read_text(encoding="utf-8")
+        facts = json.dumps([self.horovod, frameworks, self.compiler, self.mpi, cuda, self.arch_flags, python, recipe])
         return hashlib.sha256(facts.encode()).hexdigest()[:20]
 
     def local_version(self) -> str:
@@ -351,7 +312,7 @@ def find_compiler() -> str:
             f"No C++ compiler: {program!r} was not found on PATH; "
             "install one (Debian/Ubuntu: apt-get install g++) or set CXX."
         )
-    return f"{command}\n{output(program, '--version').splitlines()[0]}"
+    return f"{command}\n{output(program, '--version')}"
 
 
 def find_mpi(wanted: str) -> str:
@@ -365,7 +326,7 @@ def find_mpi(wanted: str) -> str:
             f"No MPI: {missing[0]!r} was not found on PATH; install one "
             "(Debian/Ubuntu: apt-get install libopenmpi-dev openmpi-bin) or pass --mpi no."
         )
-    return f"{output(programs['mpirun'], '--version').splitlines()[0]}\n{Path(programs['mpicxx']).parent}"
+    return f"{Path(programs['mpicxx']).parent}\n{output(programs['mpirun'], '--version')}"
 
 
 def find_toolkit(wanted: str) -> Path:
@@ -425,26 +386,24 @@ def make_plan(options: argparse.Namespace) -> Plan:
 
 
 def free_gib() -> float:
-    """The memory that is left, within the limits of a container too."""
-    left = [float("inf")]
-    with suppress(OSError):
-        left.append(int(search(r"MemAvailable:\s*(\d+)", Path("/proc/meminfo").read_text())) / 2**20)
-    for limit, used in (
-        ("memory.max", "memory.current"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
-    ):
-        with suppress(OSError, ValueError):  # absent, or "max"
-            top, now = (int(Path("/sys/fs/cgroup", name).read_text()) for name in (limit, used))
-            left.append((top - now) / 2**30)
-    return min(left)
+    """The memory that is free, and not above a container's limit."""
+    files = {"/proc/meminfo": (r"MemAvailable:\s*(\d+)", 2**20)}
+    files |= {f"/sys/fs/cgroup/{name}": (r"(\d+)", 2**30) for name in ("memory.max", "memory/memory.limit_in_bytes")}
+    found = [float("inf")]
+    for file, (pattern, unit) in files.items():
+        with suppress(OSError, ValueError):  # absent, or without a limit
+            found.append(int(search(pattern, Path(file).read_text())) / unit)
+    return min(found)
 
 
-def choose_jobs(wanted: int | None) -> int:
-    """As many compilers at once as there are cores and memory for."""
+def check_means(jobs: int | None) -> int:
+    """As many compilers at once as there are cores and memory for, or a refusal."""
     free = free_gib()
     if free < GIB_PER_JOB:
         raise Refusal(f"Too little memory: {free:.1f} GiB are free and one compiler takes {GIB_PER_JOB}; free some.")
-    return max(1, int(min(wanted or len(os.sched_getaffinity(0)), free / GIB_PER_JOB)))
+    if not util.find_spec("pip"):
+        raise Refusal(f"No pip: {sys.executable} has none; install it ({sys.executable} -m ensurepip).")
+    return max(1, int(min(jobs or len(os.sched_getaffinity(0)), free / GIB_PER_JOB)))
 
 
 # The build
@@ -454,67 +413,57 @@ class Workshop:
     """The folder of one build, with its log and its environment."""
 
     def __init__(self, plan: Plan, home: Path, jobs: int) -> None:
-        self.plan, self.home = plan, home
-        self.folder = home / plan.key()
+        self.plan, self.home, self.folder = plan, home, home / plan.key()
         self.work, self.log = self.folder / "work", self.folder / "build.log"
         self.tools = home / f"tools-{hashlib.sha256(repr((TOOLS, NEEDS, sys.version)).encode()).hexdigest()[:12]}"
         self.environment = build_environment(plan, self.tools, self.work, jobs)
 
-    def run(
-        self, stage: str, command: list[str], extra: dict[str, str] | None = None, timeout: int | None = None
-    ) -> None:
-        """Runs a stage; its children end with it, and its output goes to the log."""
-        start, offset, code = time.monotonic(), self.log.stat().st_size, None
+    def run(self, stage: str, command: list[str], timeout: int | None = None, **extra: str) -> None:
+        """Runs a stage, with its output in the log."""
+        start, offset, environment = time.monotonic(), self.log.stat().st_size, self.environment | extra
         with self.log.open("ab") as log:
-            process = subprocess.Popen(
-                command,
-                cwd=self.work,
-                env=self.environment | (extra or {}),
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
-            with suppress(subprocess.TimeoutExpired), ended(process):
-                code = process.wait(timeout)
+            code = run_group(command, self.work, environment, log.fileno(), timeout)
         if code != 0:
             raise Failure(self.explain(stage, code, offset))
         say(f"{stage}: {time.monotonic() - start:.1f} s")
 
+    def pip(self, stage: str, *arguments: str, **extra: str) -> None:
+        """Runs a stage that is a pip command."""
+        self.run(stage, [sys.executable, "-m", "pip", *arguments], None, **extra)
+
     def explain(self, stage: str, code: int | None, offset: int) -> str:
-        """The first line of a stage's output that tells of an error, in a sentence."""
+        """What went wrong, with the first line of the output that tells of an error."""
         text = self.log.read_bytes()[offset:].decode(errors="replace")
-        lines = [line.strip() for line in text.splitlines() if line.strip()]
+        lines = [line.strip()[:300] for line in text.splitlines() if line.strip()] or ["no output"]
         errors = [line for line in lines if re.search(r"\berror\b|Error\b", line, re.IGNORECASE)]
-        what = "was still running when its time was up" if code is None else f"ended with exit code {code}"
-        return f"{stage} {what}: {(errors or lines[-1:] or ['no output'])[0]} (all of it: {self.log})"
+        what = "did not end in time" if code is None else f"ended with exit code {code}"
+        return f"{stage} {what}: {(errors or lines[-1:])[0]} (all of its output: {self.log})"
 
     def get_tools(self) -> None:
-        """Installs the build tools into a folder of their own, once."""
-        if self.tools.is_dir():
-            return
-        new = self.work / "tools"
-        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--target", str(new), *TOOLS, *NEEDS]
-        self.run("build tools", pip)
-        with suppress(OSError):  # another build was quicker
-            new.rename(self.tools)
+        """Installs what the build needs into a folder of its own, once."""
+        if not self.tools.is_dir():
+            new = self.work / "tools"
+            self.pip("tools", "install", "--quiet", "--target", str(new), *TOOLS, *NEEDS)
+            with suppress(OSError):  # another build was quicker
+                new.rename(self.tools)
 
     def get_source(self) -> Path:
-        """Takes the sdist from the package index once, and unpacks it."""
+        """Takes the sdist from the package index once, then unpacks and edits it."""
         version, digest = self.plan.horovod, SDISTS[self.plan.horovod]
         sdist = self.home / f"horovod-{version}.tar.gz"
         if not sdist.is_file() or hashlib.sha256(sdist.read_bytes()).hexdigest() != digest:
             (self.work / "pin.txt").write_text(f"horovod=={version} --hash=sha256:{digest}\n")
-            pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-binary", "horovod"]
-            self.run("download", [*pip, "--no-build-isolation", "--require-hashes", "-r", "pin.txt"])
+            how = ["--no-deps", "--no-build-isolation", "--no-binary=horovod", "--require-hashes"]
+            self.pip("download", "download", *how, "--requirement=pin.txt")
             (self.work / sdist.name).replace(sdist)
         with tarfile.open(sdist) as archive:
             archive.extractall(self.work, filter="data")
-        return self.work / f"horovod-{version}"
+        return apply_edits(self.work / f"horovod-{version}")
 
     def compile(self, source: Path) -> Path:
         """Builds the wheel."""
-        name = {"HOROVOD_LOCAL_VERSION": self.plan.local_version()}
-        self.run("compile", [sys.executable, "-m", "pip", "wheel", str(source), *PIP_LOCAL, "-w", "dist"], name)
+        how = ["--no-deps", "--no-build-isolation", "--no-cache-dir", "--wheel-dir=dist"]
+        self.pip("compile", "wheel", *how, str(source), HOROVOD_LOCAL_VERSION=self.plan.local_version())
         return next((self.work / "dist").glob("*.whl"))
 
     def prove(self, wheel: Path) -> None:
@@ -522,45 +471,46 @@ class Workshop:
         with zipfile.ZipFile(wheel) as archive:
             archive.extractall(self.work / "site")
         (self.work / "proof.py").write_text(PROOF)
-        names = [one.name for one in self.plan.frameworks]
-        programs = [sys.executable, "proof.py"]
-        arguments = ["cuda" if self.plan.cuda else "cpu", *names]
         path = f"{self.work / 'site'}{os.pathsep}{self.environment['PYTHONPATH']}"
-        launcher = "from horovod.runner.launch import run_commandline; run_commandline()"
-        horovodrun = [sys.executable, "-c", launcher, "--gloo", "-np", "2"]
-        self.run("proof with Gloo", [*horovodrun, *programs, "gloo", *arguments], {"PYTHONPATH": path}, PROOF_SECONDS)
+        horovodrun = "from horovod.runner.launch import run_commandline; run_commandline()"
+        launchers = {"gloo": [sys.executable, "-c", horovodrun, "--gloo"]}
         if self.plan.mpi:
-            mpirun = [which("mpirun"), "-np", "2", *programs, "mpi", *arguments]
-            self.run("proof with MPI", mpirun, {"PYTHONPATH": path} | MPI_SETTINGS, PROOF_SECONDS)
+            launchers["mpi"] = [which("mpirun")]
+        for transport, launcher in launchers.items():
+            proof = [sys.executable, "proof.py", transport, "cuda" if self.plan.cuda else "cpu"]
+            command = [*launcher, "-np", "2", *proof, *(one.name for one in self.plan.frameworks)]
+            self.run(f"proof of {transport}", command, PROOF_SECONDS, PYTHONPATH=path, **MPI_SETTINGS)
 
     def build(self) -> Path:
-        """Makes the wheel and puts it into the cache in one step, when it is proven."""
+        """Puts the proven wheel into the cache, in one step."""
         shutil.rmtree(self.work, ignore_errors=True)  # of a build that was killed
         self.work.mkdir()
         self.log.write_bytes(b"")
         try:
             self.get_tools()
-            source = self.get_source()
-            apply_edits(source)
-            wheel = self.compile(source)
+            if self.plan.cuda:
+                link_nccl(self.plan.cuda, self.work)
+            wheel = self.compile(self.get_source())
             self.prove(wheel)
             return wheel.replace(self.folder / wheel.name)
         finally:
             shutil.rmtree(self.work, ignore_errors=True)
 
 
-@contextmanager
-def ended(process: subprocess.Popen[bytes]) -> Iterator[None]:
-    """Kills whatever is left of a process and its children."""
+def run_group(command: list[str], folder: Path, env: dict[str, str], log: int, timeout: int | None) -> int | None:
+    """Runs a program and returns its exit code, or None when its time is up; its children end with it."""
+    process = subprocess.Popen(command, cwd=folder, env=env, stdout=log, stderr=log, start_new_session=True)
     try:
-        yield
+        return process.wait(timeout)
+    except subprocess.TimeoutExpired:
+        return None
     finally:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 
 
-def apply_edits(source: Path) -> None:
+def apply_edits(source: Path) -> Path:
     """Makes every edit, or names the one that no longer fits."""
     for edit in EDITS:
         file = source / edit.file
@@ -569,6 +519,7 @@ def apply_edits(source: Path) -> None:
         if not count:
             raise Failure(f"The edit of {edit.file} ({edit.why}) matches nothing: {edit.pattern!r}; mend EDITS.")
         file.write_text(text, encoding="utf-8")
+    return source
 
 
 def build_environment(plan: Plan, tools: Path, work: Path, jobs: int) -> dict[str, str]:
@@ -578,45 +529,39 @@ def build_environment(plan: Plan, tools: Path, work: Path, jobs: int) -> dict[st
     folders = [tools / "cmake/data/bin", tools / "bin", Path(sys.executable).parent]
     mine["PATH"] = os.pathsep.join([*map(str, folders), os.environ.get("PATH", os.defpath)])
     mine["PYTHONPATH"] = os.pathsep.join(filter(None, [str(tools), os.environ.get("PYTHONPATH")]))
-    mine |= {"CMAKE_GENERATOR": "Ninja", "CMAKE_BUILD_PARALLEL_LEVEL": str(jobs)}
-    mine |= {"CXX": plan.compiler.partition("\n")[0], "LDFLAGS": "-s", "CMAKE_POLICY_VERSION_MINIMUM": "3.5"}
-    mine |= {"CCACHE_BASEDIR": str(work), "CCACHE_NOHASHDIR": "1"}  # hits from any folder
-    mine |= {"HOROVOD_BUILD_ARCH_FLAGS": plan.arch_flags}
-    mine |= {"HOROVOD_WITH_GLOO": "1", f"HOROVOD_WITH{'' if plan.mpi else 'OUT'}_MPI": "1"}
-    mine |= {"HOROVOD_WITHOUT_MXNET": "1"} | framework_settings(plan.frameworks)
+    mine |= {"CMAKE_GENERATOR": "Ninja", "CMAKE_BUILD_PARALLEL_LEVEL": str(jobs), "CMAKE_POLICY_VERSION_MINIMUM": "3.5"}
+    mine |= {"CXX": plan.compiler.partition("\n")[0], "LDFLAGS": "-s", "HOROVOD_BUILD_ARCH_FLAGS": plan.arch_flags}
+    mine |= dict.fromkeys(["CFLAGS", "CXXFLAGS"], f"-ffile-prefix-map={work}/=")  # no private paths in it
+    mine |= {"CCACHE_BASEDIR": str(work), "CCACHE_NOHASHDIR": "1"}  # hits whatever the folder
+    folders_of = {one.name: one for one in plan.frameworks}
+    parts = {"PYTORCH": "torch" in folders_of, "TENSORFLOW": "tensorflow" in folders_of, "MXNET": False}
+    for part, there in (parts | {"MPI": bool(plan.mpi), "GLOO": True}).items():
+        mine[f"HOROVOD_{'WITH' if there else 'WITHOUT'}_{part}"] = "1"
+    if torch := folders_of.get("torch"):
+        mine |= {"RECIPE_TORCH": torch.folder, "RECIPE_TORCH_VERSION": torch.version}
     return mine | (cuda_settings(plan.cuda, work) if plan.cuda else {})
 
 
-def framework_settings(frameworks: tuple[Framework, ...]) -> dict[str, str]:
-    """Which frameworks must be found, and where torch is."""
-    names = {"torch": "PYTORCH", "tensorflow": "TENSORFLOW"}
-    there = {one.name: one for one in frameworks}
-    chosen = {f"HOROVOD_WITH{'' if name in there else 'OUT'}_{long}": "1" for name, long in names.items()}
-    if "torch" in there:
-        chosen |= {"RECIPE_TORCH": there["torch"].folder, "RECIPE_TORCH_VERSION": there["torch"].version}
-    return chosen
-
-
 def cuda_settings(cuda: Cuda, work: Path) -> dict[str, str]:
-    """Where CUDA and NCCL are; the run path finds NCCL beside Horovod wherever it is installed."""
-    chosen = {"HOROVOD_CUDA_HOME": cuda.toolkit, "CUDA_HOME": cuda.toolkit, "HOROVOD_GPU_OPERATIONS": "NCCL"}
-    chosen |= {"HOROVOD_NCCL_HOME": str(work / "nccl"), "HOROVOD_NCCL_LINK": "SHARED"}
-    chosen |= {"LDFLAGS": "-s -Wl,-rpath,'$ORIGIN/../../nvidia/nccl/lib'"}
+    """Where CUDA and NCCL are; the run path finds NCCL beside Horovod, wherever both are installed."""
+    chosen = {"HOROVOD_CUDA_HOME": cuda.toolkit, "HOROVOD_GPU_OPERATIONS": "NCCL", "HOROVOD_NCCL_LINK": "SHARED"}
+    chosen |= {"HOROVOD_NCCL_HOME": str(work / "nccl"), "LDFLAGS": "-s -Wl,-rpath,'$ORIGIN/../../nvidia/nccl/lib'"}
     return chosen | ({"HOROVOD_BUILD_CUDA_CC_LIST": cuda.architectures} if cuda.architectures else {})
 
 
-# The cache
+def link_nccl(cuda: Cuda, work: Path) -> None:
+    """Gives the linker the name that it looks for; NCCL's own package has only libnccl.so.2."""
+    (work / "nccl/lib").mkdir(parents=True)
+    (work / "nccl/include").symlink_to(Path(cuda.nccl, "include"))
+    (work / "nccl/lib/libnccl.so").symlink_to(Path(cuda.nccl, "lib/libnccl.so.2"))
 
 
-def cache_folder() -> Path:
-    """Where the wheels are kept."""
-    standard = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "horovod-wheels"
-    return Path(os.environ.get("HOROVOD_WHEEL_CACHE") or standard).expanduser().absolute()
+# The cache and the command
 
 
 @contextmanager
 def locked(file: Path) -> Iterator[None]:
-    """Lets one process at a time build a key; the kernel frees the lock of a killed one."""
+    """Lets one process at a time build a wheel; the kernel frees the lock of a killed one."""
     with file.open("a") as handle:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -628,15 +573,17 @@ def locked(file: Path) -> Iterator[None]:
 
 def get_wheel(plan: Plan, force: bool, jobs: int | None) -> Path:
     """Takes the wheel from the cache, or builds it into the cache."""
-    home, key = cache_folder(), plan.key()
-    ready = sorted((home / key).glob("horovod-*.whl"))
+    standard = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "horovod-wheels"
+    home = Path(os.environ.get("HOROVOD_WHEEL_CACHE") or standard).expanduser().absolute()
+    folder = home / plan.key()
+    ready = list(folder.glob("horovod-*.whl"))
     if ready and not force:
         return ready[0]
-    workshop = Workshop(plan, home, choose_jobs(jobs))
-    workshop.folder.mkdir(parents=True, exist_ok=True)
-    with locked(workshop.folder / "lock"):
-        built = sorted(workshop.folder.glob("horovod-*.whl"))
-        return built[0] if built and not force else workshop.build()
+    workshop = Workshop(plan, home, check_means(jobs))
+    folder.mkdir(parents=True, exist_ok=True)
+    with locked(folder / "lock"):
+        ready = list(folder.glob("horovod-*.whl"))
+        return ready[0] if ready and not force else workshop.build()
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -644,34 +591,37 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Builds, proves and caches the Horovod wheel for this Python.")
     parser.add_argument("--print-key", action="store_true", help="print the cache key and stop")
     parser.add_argument("--wheel-dir", type=Path, metavar="DIR", help="copy the wheel there, and print that path")
-    parser.add_argument(
-        "--frameworks", default="auto", metavar="LIST", help="torch,tensorflow; default: installed ones"
-    )
-    parser.add_argument("--mpi", choices=("auto", "yes", "no"), default="auto", help="default: auto, if it is found")
-    parser.add_argument("--cuda", default="auto", metavar="auto|off|PATH", help="the CUDA toolkit; default: auto")
-    parser.add_argument("--jobs", type=int, metavar="N", help="compilers at once; default: by cores and memory")
-    parser.add_argument("--force", action="store_true", help="build even if the wheel is cached")
+    parser.add_argument("--frameworks", default="auto", help="torch, tensorflow or torch,tensorflow (installed ones)")
+    parser.add_argument("--mpi", choices=("auto", "yes", "no"), default="auto", help="default: yes if it is found")
+    parser.add_argument("--cuda", default="auto", metavar="auto|off|PATH", help="the CUDA toolkit (auto)")
+    parser.add_argument("--jobs", type=int, metavar="N", help="compilers at once (by cores and memory)")
+    parser.add_argument("--force", action="store_true", help="build even if the wheel is in the cache")
     return parser.parse_args(arguments)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Prints the wheel's path or the key; 2 is a refusal, 1 a failed build."""
+    """Prints the wheel's path, or the key."""
     options = parse(arguments)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the build cleans up
     try:
         plan = make_plan(options)
-        if options.print_key:
-            print(plan.key())
-            return 0
-        wheel = get_wheel(plan, options.force, options.jobs)
-        if options.wheel_dir:
-            options.wheel_dir.mkdir(parents=True, exist_ok=True)
-            wheel = Path(shutil.copy2(wheel, options.wheel_dir)).absolute()
-        print(wheel)
+        print(
+            plan.key()
+            if options.print_key
+            else deliver(get_wheel(plan, options.force, options.jobs), options.wheel_dir)
+        )
         return 0
     except (Refusal, Failure, OSError) as error:
         say(str(error))
         return 2 if isinstance(error, Refusal) else 1
+
+
+def deliver(wheel: Path, folder: Path | None) -> Path:
+    """Copies the wheel if that was asked for."""
+    if folder is None:
+        return wheel
+    folder.mkdir(parents=True, exist_ok=True)
+    return Path(shutil.copy2(wheel, folder)).absolute()
 
 
 if __name__ == "__main__":

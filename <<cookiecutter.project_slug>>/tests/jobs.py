@@ -42,7 +42,7 @@ def values(folder: Path, name: str) -> list[float]:
 def environment() -> dict[str, str]:
     """This environment, with the interpreter's own folder first and the tests' modules importable."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    modules = f"{RANKS}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    modules = os.pathsep.join([str(RANKS), str(RANKS.parent), os.environ.get("PYTHONPATH", "")])
     return {**os.environ, "PATH": path, "PYTHONPATH": modules, "COLUMNS": "120"}
 
 
@@ -53,8 +53,8 @@ def start_job(ranks: int, folder: Path, *overrides: str) -> subprocess.Popen[str
     return subprocess.Popen(command, cwd=ROOT, env=environment(), text=True, **pipes)  # type: ignore[call-overload,no-any-return]
 
 
-def run_ranks(ranks: int, program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run tests/ranks/<program> on several ranks over Gloo."""
+def run_ranks(ranks: int, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run python with these arguments on several ranks over Gloo."""
     launcher = ["horovodrun", "--gloo", "--network-interfaces", "lo", "-np", str(ranks)]
-    command = [*launcher, sys.executable, str(RANKS / program), *arguments]
+    command = [*launcher, sys.executable, *arguments]
     return subprocess.run(command, env=environment(), text=True, capture_output=True, timeout=180, check=False)

@@ -1,5 +1,6 @@
 """Jobs of several real processes: same result for any number of ranks, and an end for every failure."""
 
+import json
 import os
 import re
 import signal
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from conftest import Job
-from jobs import PACKAGE, ROOT, SMALL, environment, read_lines, run_ranks, start_job, values
+from jobs import PACKAGE, RANKS, ROOT, SMALL, environment, read_lines, run_ranks, start_job, values
 
 pytestmark = pytest.mark.slow
 
@@ -19,7 +20,7 @@ DOWN_S = 15  # the promise: all ranks are gone so many seconds after one has die
 
 
 def test_collectives_and_reducer() -> None:
-    result = run_ranks(2, "collectives.py")
+    result = run_ranks(2, str(RANKS / "collectives.py"))
     assert result.returncode == 0, result.stdout + result.stderr
     assert all(f"rank {rank} passed" in result.stdout for rank in range(2))
 
@@ -30,6 +31,9 @@ def test_digits_with_two_ranks(job: Job, tmp_path: Path) -> None:
     run = tmp_path / "run"
     assert values(run, "val/accuracy")[-1] >= 0.97
     assert "validation accuracy" in result.stdout
+    measured = evaluate(2, run, "--checkpoint", "latest")
+    assert measured["val/accuracy"] == values(run, "val/accuracy")[-1]
+    assert measured["val/loss"] == pytest.approx(values(run, "val/loss")[-1], rel=1e-6)
     assert (run / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert sorted(file.name for file in (run / "logs").iterdir()) == ["rank-0.log", "rank-1.log"]
     assert sorted(entry.name for entry in run.iterdir()) == [
@@ -40,6 +44,14 @@ def test_digits_with_two_ranks(job: Job, tmp_path: Path) -> None:
         "metrics.jsonl",
         "tensorboard",
     ]
+
+
+def evaluate(ranks: int, *arguments: str | Path) -> dict[str, float]:
+    result = run_ranks(ranks, "-m", f"{PACKAGE}.evaluate", *map(str, arguments))
+    assert result.returncode == 0, result.stdout + result.stderr
+    line = next(line for line in result.stdout.splitlines() if '"val/loss"' in line)
+    measured: dict[str, float] = json.loads(line[line.index("{") :])
+    return measured
 
 
 @pytest.mark.parametrize(
@@ -87,9 +99,10 @@ def test_the_same_run_goes_on_where_it_was(job: Job, tmp_path: Path) -> None:
     assert second.returncode == 0, second.stdout
     for name in ("train/loss", "val/loss", "lr"):
         assert values(tmp_path / "run", name) == values(tmp_path / "whole", name)
-    refused = job(2, "epochs=3", "resume=never")
-    assert "error: resume=never" in refused.stdout
-    assert refused.returncode == 2
+    for which, sentence in (("never", "error: resume=never"), ("next", "error: .*next")):
+        refused = job(2, "epochs=3", f"resume={which}")
+        assert re.search(sentence, refused.stdout)
+        assert refused.returncode == 2
 
 
 def wait_for_training(folder: Path) -> None:
@@ -107,11 +120,11 @@ def process_of(folder: Path, rank: int) -> int:
 
 
 def is_alive(process: int) -> bool:
+    """Whether it runs; what is dead but not yet reaped by its parent does not."""
     try:
-        os.kill(process, 0)
-    except ProcessLookupError:
+        return ") Z " not in Path(f"/proc/{process}/stat").read_text()
+    except FileNotFoundError:
         return False
-    return True
 
 
 @pytest.mark.parametrize("victim", [0, 1])
@@ -121,9 +134,12 @@ def test_a_killed_rank_takes_all_down(tmp_path: Path, victim: int) -> None:
         wait_for_training(folder)
         ranks = [process_of(folder, rank) for rank in range(2)]
         os.kill(ranks[victim], signal.SIGKILL)
+        down_at = time.monotonic() + DOWN_S
         job.communicate(timeout=DOWN_S)
     assert job.returncode != 0
-    assert not any(is_alive(process) for process in ranks)
+    while any(is_alive(process) for process in ranks):
+        assert time.monotonic() < down_at
+        time.sleep(0.1)
 
 
 def test_an_exception_on_one_rank_ends_all_and_is_shown(job: Job, tmp_path: Path) -> None:
@@ -172,8 +188,7 @@ def test_a_full_disk_ends_the_job(job: Job, small_disk: Path) -> None:
     (small_disk / "filler").write_bytes(bytes(300 * 1024))
     result = job(2, folder=small_disk / "run")
     assert result.returncode == 2
-    assert "error: No space left on device" in result.stdout
-    assert "hydra.run.dir" in result.stdout
+    assert re.search(r"error: .*No space left on device", result.stdout)
 
 
 def test_another_world_than_the_launchers(tmp_path: Path) -> None:

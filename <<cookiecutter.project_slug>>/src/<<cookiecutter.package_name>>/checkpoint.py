@@ -23,10 +23,10 @@ import re
 import shutil
 import socket
 import subprocess
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -305,7 +305,7 @@ class Store:
         if self.metric and isinstance(metrics, Mapping) and metrics and self.metric not in metrics:
             log.warning("no best checkpoint without %s: the metrics are %s", self.metric, ", ".join(metrics))
         sequence = 1 + max((_age(item)[0] for item in self.checkpoints() if item.meta), default=0)
-        created = datetime.now(UTC).isoformat(timespec="seconds")
+        created = time.strftime("%Y-%m-%dT%H:%M:%S+00:00", time.gmtime())
         own = {"step": step, "sequence": sequence, "parent": self._parent, "created": created}
         return _without_nan({**meta, **own, "metric": self.metric, "mode": self.mode})
 

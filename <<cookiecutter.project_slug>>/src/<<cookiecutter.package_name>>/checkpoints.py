@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator
-from datetime import UTC, datetime
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -345,8 +346,7 @@ def _size(count: int) -> str:
 def _age(created: str | None) -> str:
     """How long ago; a clock that went back counts as now."""
     try:
-        then = datetime.fromisoformat(created or "")
-        seconds = max(0, int((datetime.now(UTC) - then).total_seconds()))
+        seconds = max(0, int(time.time() - datetime.fromisoformat(created or "").timestamp()))
     except (TypeError, ValueError):
         return ""
     for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):

@@ -52,7 +52,6 @@ RULES: dict[str, Number | OneOf] = {
     "engine": OneOf(("torch", "tensorflow")),
     "epochs": WHOLE,
     "seed": FROM_ZERO,
-    "resume": OneOf(("auto", "never")),
     "device": OneOf(("auto", "cpu", "cuda")),
     "precision": OneOf(("fp32", "bf16", "fp16")),
     "compile": SWITCH,

@@ -19,10 +19,14 @@ def choose(store: Store, which: str) -> Checkpoint | None:
     """The checkpoint that `resume` names: the newest good one for auto, none for a new run.
 
     Raises:
-        UserError: if resume=never and there are checkpoints.
+        UserError: if resume=never and there are checkpoints, or the one that is named is damaged or missing.
     """
     if which == "auto":
         return store.newest_good()
+    if which != "never":
+        named = store.find(which)
+        store.check(named)
+        return named
     if store.checkpoints():
         raise UserError(
             f"resume=never, but {store.folder} already has checkpoints: choose another name=..., or resume=auto"

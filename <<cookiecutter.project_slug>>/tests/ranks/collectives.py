@@ -4,10 +4,12 @@ import os
 from collections.abc import Callable
 
 import torch
+from jobs import compose_config
 from torch import nn
 
 from << cookiecutter.package_name >>.distributed import Communicator, open_communicator
 from << cookiecutter.package_name >>.errors import UserError
+from << cookiecutter.package_name >>.torch.engine import build
 from << cookiecutter.package_name >>.torch.reducer import Reducer, averaged, broadcast_model
 
 SETTINGS = dict.fromkeys(
@@ -81,11 +83,22 @@ def check_reducer(ranks: Communicator, groups: int | None, compression: str) -> 
             torch.testing.assert_close(got, wanted, rtol=tolerance, atol=tolerance)
 
 
+def check_weights(ranks: Communicator) -> None:
+    """Engines start equal on all ranks; one disturbed bit on one rank is noticed and named."""
+    engine = build(compose_config("data.batch_size=8"), ranks)
+    ranks.check_equal(engine.fingerprint(), "the weights")
+    if ranks.rank == 1:
+        parameter = next(engine.model.parameters()).data
+        parameter.view(-1)[0] = torch.nextafter(parameter.view(-1)[0], torch.tensor(9.0))
+    expect(RuntimeError, lambda: ranks.check_equal(engine.fingerprint(), "the weights"), "the weights of rank 1 differ")
+
+
 def main() -> None:
     ranks = open_communicator("torch", {**SETTINGS, "stall_shutdown_s": 60})
     assert ranks.size == 2
     check_talk(ranks)
     check_failures(ranks)
+    check_weights(ranks)
     for groups, compression in ((None, "none"), (3, "none"), (1, "fp16")):
         check_reducer(ranks, groups, compression)
     if not ranks.hvd.mpi_enabled():

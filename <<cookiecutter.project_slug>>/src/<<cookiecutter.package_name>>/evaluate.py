@@ -1,0 +1,71 @@
+"""Measure a checkpoint on the validation data: python -m <package>.evaluate runs/<name> [--checkpoint best].
+
+The run's own config is used; options may follow, as in data.root=/elsewhere. Works alone or with several ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from omegaconf import DictConfig, OmegaConf
+
+from .checkpoint import Store
+from .distributed import launched_rank, open_communicator
+from .engine import open_engine
+from .errors import UserError, end_well
+from .loop import evaluate
+from .options import check_options
+from .train import open_data
+
+
+def read_config(run: Path, changes: list[str]) -> DictConfig:
+    """The config that a run was started with, with some options changed.
+
+    Raises:
+        UserError: if the folder is not a run's, or an option does not exist.
+    """
+    file = run / ".hydra" / "config.yaml"
+    if not file.exists():
+        raise UserError(f"{run} is no run: it has no .hydra/config.yaml; name a folder such as runs/<name>")
+    config = OmegaConf.load(file)
+    OmegaConf.set_struct(config, True)
+    config.merge_with_dotlist(changes)
+    assert isinstance(config, DictConfig)
+    check_options(config)
+    return config
+
+
+def evaluate_run(run: Path, which: str, changes: list[str]) -> dict[str, float | str]:
+    """Loss and accuracy of one checkpoint, measured by all ranks together."""
+    config = read_config(run, changes)
+    communicator = open_communicator(config.engine, config.horovod)
+    splits = communicator.together(lambda: open_data(config), "data")
+    engine = open_engine(config, communicator)
+    store = Store(run / "checkpoints")
+    folder = communicator.on_writer(lambda: _find(store, which), "checkpoint")
+    communicator.together(lambda: engine.restore(folder, None), "restore")
+    return {"checkpoint": str(folder), **evaluate(communicator, engine, splits, config.data.evaluation_batch)}
+
+
+def _find(store: Store, which: str) -> Path:
+    checkpoint = store.find(which)
+    store.check(checkpoint)
+    return checkpoint.folder
+
+
+def main() -> None:
+    """Read the command line and print one line of JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", type=Path, help="the run's folder")
+    parser.add_argument("--checkpoint", default="best", help="best, latest, a step, a tag or a folder")
+    parser.add_argument("changes", nargs="*", help="options that differ from the run's")
+    options = parser.parse_args()
+    result = evaluate_run(options.run, options.checkpoint, options.changes)
+    if launched_rank() == 0:
+        print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    end_well(main, launched_rank)
