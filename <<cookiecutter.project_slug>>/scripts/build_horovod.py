@@ -2,8 +2,9 @@
 
     python scripts/build_horovod.py     # the frameworks must be installed; prints the path of the wheel
 
-The last release of Horovod no longer compiles against current frameworks: EDITS is all that is changed in it, and why.
-Standard output carries only the result. Exit codes: 2 refused, with nothing begun; 1 the build or its proof failed.
+The last release of Horovod no longer compiles against current frameworks: NEEDED and QUICK are all that is changed in
+it, and why. Standard output carries only the result. Exit codes: 2 if something is missing, and then nothing was begun;
+1 if the build or its proof failed.
 """
 
 import argparse
@@ -87,8 +88,7 @@ class Edit:
 
 
 # fmt: off
-EDITS = (
-    # Without these it does not compile, or does not run.
+NEEDED = (  # or it does not compile, or does not run
     Edit(ROOT, "torch >= 2.14 needs C++20", r"CMAKE_CXX_STANDARD 1[47]\)", "CMAKE_CXX_STANDARD 20)"),
     Edit(TORCH, "torch >= 2.14 needs C++20", r"CMAKE_CXX_STANDARD 14\)", "CMAKE_CXX_STANDARD 20)"),
     Edit(TENSORFLOW, "one standard for all", r"CMAKE_CXX_STANDARD 17\)", "CMAKE_CXX_STANDARD 20)"),
@@ -103,7 +103,8 @@ EDITS = (
     Edit("horovod/common/group_table.h", "gcc >= 13", r"^#include <queue>$", "\\g<0>\n#include <string>"),
     Edit("horovod/common/ops/cuda/CMakeLists.txt", "nvcc with gcc >= 14", r"STANDARD 11\)", "STANDARD 17)"),
     Edit("setup.py", "nothing in it imports cffi", r"require_list\.append\('cffi>=1\.4\.0'\)", "pass"),
-    # With these it is quick and small, at the same optimisation level.
+)
+QUICK = (  # and small, at the same optimisation level
     Edit(ROOT, "debug information is most of the plain wheel", r'"-O2" "-O3"', '"-O2 -g" "-O3"'),
     Edit(ROOT, "common files once for all frameworks, and in few units", r"^# TF\n", COMMON_LIBRARY),
     Edit(TORCH, "take the common objects, and read torch's headers once", r"SHARED \$\{SOURCES\} (.*)$",
@@ -458,7 +459,7 @@ class Workshop:
             (self.work / sdist.name).replace(sdist)
         with tarfile.open(sdist) as archive:
             archive.extractall(self.work, filter="data")
-        return apply_edits(self.work / f"horovod-{version}")
+        return apply_edits(self.work / f"horovod-{version}", NEEDED + QUICK)
 
     def compile(self, source: Path) -> Path:
         """Builds the wheel."""
@@ -510,14 +511,14 @@ def run_group(command: list[str], folder: Path, env: dict[str, str], log: int, t
         process.wait()
 
 
-def apply_edits(source: Path) -> Path:
+def apply_edits(source: Path, edits: tuple[Edit, ...]) -> Path:
     """Makes every edit, or names the one that no longer fits."""
-    for edit in EDITS:
+    for edit in edits:
         file = source / edit.file
         text = file.read_text(encoding="utf-8") if file.is_file() else ""
         text, count = re.subn(edit.pattern, edit.replacement, text, flags=re.MULTILINE)
         if not count:
-            raise Failure(f"The edit of {edit.file} ({edit.why}) matches nothing: {edit.pattern!r}; mend EDITS.")
+            raise Failure(f"The edit of {edit.file} ({edit.why}) matches nothing: {edit.pattern!r}; mend the edit.")
         file.write_text(text, encoding="utf-8")
     return source
 

@@ -1,11 +1,18 @@
 """What the tests share: composed configs, records of runs, and jobs of several ranks."""
 
+import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
+import torch
 from hydra import compose, initialize_config_module
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, open_dict
@@ -58,3 +65,44 @@ def run_ranks(ranks: int, *arguments: str) -> subprocess.CompletedProcess[str]:
     launcher = ["horovodrun", "--gloo", "--network-interfaces", "lo", "-np", str(ranks)]
     command = [*launcher, sys.executable, *arguments]
     return subprocess.run(command, env=environment(), text=True, capture_output=True, timeout=180, check=False)
+
+
+def wait_for_training(run: Path, lines: int = 3) -> None:
+    """Return when the run's metrics.jsonl has more than so many lines."""
+    for _ in range(600):
+        if (run / "metrics.jsonl").exists() and len(read_lines(run)) > lines:
+            return
+        time.sleep(0.1)
+    raise AssertionError(f"no training in {run} after 60 s")
+
+
+def wait_for_process(run: Path, rank: int, start: int = 1) -> int:
+    """The process of a rank in the so many-th start of a run, once it has said so in its log."""
+    log = run / "logs" / f"rank-{rank}.log"
+    for _ in range(600):
+        found = re.findall(r"process (\d+)", log.read_text()) if log.exists() else []
+        if len(found) >= start:
+            return int(found[start - 1])
+        time.sleep(0.1)
+    raise AssertionError(f"no process in {log} after 60 s")
+
+
+@contextmanager
+def mounted(folder: Path, size: str) -> Iterator[Path]:
+    """A small file system in memory."""
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
+    if os.geteuid() != 0 or subprocess.run(mount, check=False).returncode != 0:
+        pytest.skip("mounting a small file system needs root")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def fingerprint(model: torch.nn.Module) -> str:
+    """A hash of a model's parameters."""
+    digest = hashlib.sha256()
+    for parameter in model.parameters():
+        digest.update(parameter.detach().numpy().tobytes())
+    return digest.hexdigest()

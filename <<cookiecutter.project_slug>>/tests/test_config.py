@@ -11,11 +11,12 @@ from jobs import PACKAGE, ROOT, compose_config, environment
 from omegaconf import OmegaConf
 
 import << cookiecutter.package_name >>
+from << cookiecutter.package_name >>.build import open_schedule
 from << cookiecutter.package_name >>.errors import UserError
 from << cookiecutter.package_name >>.options import RULES, check_options
 from << cookiecutter.package_name >>.schedule import Schedule
 from << cookiecutter.package_name >>.state import State
-from << cookiecutter.package_name >>.train import open_schedule, train
+from << cookiecutter.package_name >>.train import train
 
 CONF = Path(<< cookiecutter.package_name >>.__file__).parent / "conf"
 

@@ -92,4 +92,5 @@ def test_evaluation_counts_each_sample_on_one_rank(samples: int, size: int) -> N
     parts = [evaluation_batches(samples, 8, rank, size) for rank in range(size)]
     batches = [batch for part in parts for batch in part]
     assert sorted(np.concatenate(batches).tolist()) == list(range(samples))
-    assert all(0 < len(batch) <= 8 for batch in batches)
+    assert all(len(batch) <= 8 for batch in batches)
+    assert len({len(part) for part in parts}) == 1  # ranks that agree between batches must have equally many

@@ -8,12 +8,12 @@ import pytest
 import torch
 from jobs import compose_config
 
+from << cookiecutter.package_name >>.build import open_data
 from << cookiecutter.package_name >>.data import Splits
 from << cookiecutter.package_name >>.distributed import Communicator, open_communicator
 from << cookiecutter.package_name >>.errors import UserError
 from << cookiecutter.package_name >>.sampler import Position, Sampler
 from << cookiecutter.package_name >>.torch.engine import TorchEngine, build
-from << cookiecutter.package_name >>.train import open_data
 
 RATE = 0.1
 

@@ -7,12 +7,24 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from conftest import Job
-from jobs import PACKAGE, RANKS, ROOT, SMALL, environment, read_lines, run_ranks, start_job, values
+from jobs import (
+    PACKAGE,
+    RANKS,
+    ROOT,
+    SMALL,
+    environment,
+    mounted,
+    read_lines,
+    run_ranks,
+    start_job,
+    values,
+    wait_for_process,
+    wait_for_training,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -90,33 +102,27 @@ def test_batch_norm_fp16_on_the_wire_and_adasum(job: Job, tmp_path: Path) -> Non
         assert values(tmp_path / "adasum", "val/accuracy")[-1] > 0.9
 
 
-def test_the_same_run_goes_on_where_it_was(job: Job, tmp_path: Path) -> None:
-    whole = job(2, "epochs=3", folder=tmp_path / "whole")
+FAILS_LATER = ("data.source._target_=faulty.fails_later", "~data.source.validation_fraction")
+
+
+def test_the_same_run_goes_on_where_it_was(job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = job(2, "epochs=3", *FAILS_LATER, folder=tmp_path / "whole")
     assert whole.returncode == 0, whole.stdout
-    first = job(2, "epochs=3", "data.source._target_=faulty.fails_later", "~data.source.validation_fraction")
-    assert first.returncode != 0
-    second = job(2, "epochs=3")
+    monkeypatch.setenv("FAULT", "1")
+    assert job(2, "epochs=3", *FAILS_LATER).returncode != 0
+    monkeypatch.delenv("FAULT")
+    second = job(2, "epochs=3", *FAILS_LATER)
     assert second.returncode == 0, second.stdout
     for name in ("train/loss", "val/loss", "lr"):
         assert values(tmp_path / "run", name) == values(tmp_path / "whole", name)
-    for which, sentence in (("never", "error: resume=never"), ("next", "error: .*next")):
-        refused = job(2, "epochs=3", f"resume={which}")
-        assert re.search(sentence, refused.stdout)
+    for option, sentence in (
+        ("resume=never", "resume=never, but .* already has checkpoints"),
+        ("resume=next", "there is no checkpoint 'next'"),
+        ("seed=1", "seed was 0 and is 1 now, which .* cannot go on with"),
+    ):
+        refused = job(2, "epochs=3", *FAILS_LATER, option)
+        assert re.search(f"error: {sentence}", refused.stdout)
         assert refused.returncode == 2
-
-
-def wait_for_training(folder: Path) -> None:
-    for _ in range(600):
-        if (folder / "metrics.jsonl").exists() and len(read_lines(folder)) > 2:
-            return
-        time.sleep(0.1)
-    raise AssertionError(f"no training in {folder} after 60 s")
-
-
-def process_of(folder: Path, rank: int) -> int:
-    found = re.search(r"process (\d+)", (folder / "logs" / f"rank-{rank}.log").read_text())
-    assert found
-    return int(found[1])
 
 
 def is_alive(process: int) -> bool:
@@ -132,7 +138,7 @@ def test_a_killed_rank_takes_all_down(tmp_path: Path, victim: int) -> None:
     folder = tmp_path / "run"
     with start_job(2, folder, "epochs=100000", "checkpoint.every_epochs=1000") as job:
         wait_for_training(folder)
-        ranks = [process_of(folder, rank) for rank in range(2)]
+        ranks = [wait_for_process(folder, rank) for rank in range(2)]
         os.kill(ranks[victim], signal.SIGKILL)
         down_at = time.monotonic() + DOWN_S
         job.communicate(timeout=DOWN_S)
@@ -142,8 +148,11 @@ def test_a_killed_rank_takes_all_down(tmp_path: Path, victim: int) -> None:
         time.sleep(0.1)
 
 
-def test_an_exception_on_one_rank_ends_all_and_is_shown(job: Job, tmp_path: Path) -> None:
-    result = job(2, "data.source._target_=faulty.fails_later", "~data.source.validation_fraction")
+def test_an_exception_on_one_rank_ends_all_and_is_shown(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAULT", "1")
+    result = job(2, *FAILS_LATER)
     assert result.returncode != 0
     assert "error: ValueError: the disk of rank 1 is gone" in result.stdout
     assert "Traceback" in (tmp_path / "run" / "logs" / "rank-1.log").read_text()
@@ -172,21 +181,10 @@ def test_a_batch_smaller_than_the_ranks(job: Job) -> None:
     assert result.stdout.count("error: the global batch of 1 is smaller than 2") == 1
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 300 kB."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=300k", "tmpfs", str(disk)]
-    if os.geteuid() != 0 or subprocess.run(mount, check=False).returncode != 0:
-        pytest.skip("mounting a small file system needs root")
-    yield disk
-    subprocess.run(["umount", str(disk)], check=True)
-
-
-def test_a_full_disk_ends_the_job(job: Job, small_disk: Path) -> None:
-    (small_disk / "filler").write_bytes(bytes(300 * 1024))
-    result = job(2, folder=small_disk / "run")
+def test_a_full_disk_ends_the_job(job: Job, tmp_path: Path) -> None:
+    with mounted(tmp_path / "disk", "300k") as disk:
+        (disk / "filler").write_bytes(bytes(300 * 1024))
+        result = job(2, folder=disk / "run")
     assert result.returncode == 2
     assert re.search(r"error: .*No space left on device", result.stdout)
 

@@ -11,6 +11,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .changes import changes, flat, read_config
 from .checkpoint import Checkpoint, Store, best_by, metric_of, store_folder
 from .errors import UserError
 from .manifest import read_manifest
@@ -65,7 +66,7 @@ def show(options: argparse.Namespace) -> int:
     }
     if options.json:
         return _print_json(about)
-    _print_table(("what", "value"), ((key, _text(value)) for key, value in _flat(about)))
+    _print_table(("what", "value"), ((key, _text(value)) for key, value in flat(about)))
     return 0
 
 
@@ -88,8 +89,8 @@ def diff(options: argparse.Namespace) -> int:
     for checkpoint in (old, new):
         store.check(checkpoint)
     found = {
-        "config": _changes(_config(old), _config(new)),
-        "metrics": _changes(old.meta.get("metrics") or {}, new.meta.get("metrics") or {}),
+        "config": changes(*(read_config(item.folder / "config.yaml") for item in (old, new))),
+        "metrics": changes(old.meta.get("metrics") or {}, new.meta.get("metrics") or {}),
         "weights": _weight_changes(old, new),
     }
     if options.json:
@@ -143,6 +144,17 @@ def pull(options: argparse.Namespace) -> int:
     return _report(options, {checkpoint.name: str(checkpoint.folder)})
 
 
+def export(options: argparse.Namespace) -> int:
+    """Make a model folder of a checkpoint: the architecture and the weights alone, for load_model()."""
+    from .model_file import export_model
+
+    store = _store(options)
+    checkpoint = store.find(options.which)
+    store.check(checkpoint)
+    export_model(checkpoint.folder, options.folder)
+    return _report(options, {checkpoint.name: str(options.folder)})
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=f"python -m {__spec__.name}", description="Manage the checkpoints of a run.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
@@ -169,6 +181,7 @@ def _parser() -> argparse.ArgumentParser:
     pruning.add_argument("--dry-run", action="store_true", help="only say what would be deleted")
     add(push, "run", "url").add_argument("which", metavar="WHICH", nargs="?", default="latest", help=_HELP["which"])
     add(pull, "url", "run").add_argument("which", metavar="WHICH", nargs="?", default="latest", help=_HELP["which"])
+    add(export, "run", "which").add_argument("folder", metavar="FOLDER", type=Path, help="a new folder")
     return parser
 
 
@@ -231,37 +244,16 @@ def _ancestors(store: Store, checkpoint: Checkpoint) -> Iterator[str]:
         parent = found.meta.get("parent") if found else None
 
 
-def _config(checkpoint: Checkpoint) -> dict[str, Any]:
-    from omegaconf import OmegaConf
-
-    file = checkpoint.folder / "config.yaml"
-    return dict(_flat(OmegaConf.to_container(OmegaConf.load(file)))) if file.exists() else {}
-
-
-def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The leaves of nested dictionaries under dotted keys."""
-    if not isinstance(value, dict):
-        yield prefix, value
-        return
-    for key, item in value.items():
-        yield from _flat(item, f"{prefix}.{key}" if prefix else str(key))
-
-
-def _changes(old: dict[str, Any], new: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    keys = [*old, *(key for key in new if key not in old)]
-    return {key: (old.get(key), new.get(key)) for key in keys if old.get(key) != new.get(key)}
-
-
 def _weight_changes(old: Checkpoint, new: Checkpoint) -> dict[str, tuple[Any, Any]]:
     """Per tensor the two shapes, or the largest absolute difference; files of another kind by their hashes."""
     files, others = read_manifest(old.folder), read_manifest(new.folder)
-    changes: dict[str, tuple[Any, Any]] = {}
+    found: dict[str, tuple[Any, Any]] = {}
     for name in sorted(files.keys() | others.keys()):
         if files.get(name) == others.get(name) or name in ("meta.json", "config.yaml"):
             continue
         tensors = _tensor_changes(old.folder / name, new.folder / name) if name.endswith(".safetensors") else None
-        changes.update({name: (_hash(files, name), _hash(others, name))} if tensors is None else tensors)
-    return changes
+        found.update({name: (_hash(files, name), _hash(others, name))} if tensors is None else tensors)
+    return found
 
 
 def _hash(files: dict[str, tuple[int, str]], name: str) -> str | None:
@@ -272,18 +264,18 @@ def _tensor_changes(old: Path, new: Path) -> dict[str, tuple[Any, Any]] | None:
     """The changes between two files of tensors; None if one is missing or is something else."""
     from safetensors import SafetensorError, safe_open
 
-    changes: dict[str, tuple[Any, Any]] = {}
+    found: dict[str, tuple[Any, Any]] = {}
     try:
         with safe_open(old, "numpy") as left, safe_open(new, "numpy") as right:
             for key in sorted({*left.keys(), *right.keys()}):
                 shapes = _shape(left, key), _shape(right, key)
                 if shapes[0] != shapes[1]:
-                    changes[f"{old.name}:{key}"] = shapes
+                    found[f"{old.name}:{key}"] = shapes
                 elif difference := _difference(left, right, key):
-                    changes[f"{old.name}:{key}"] = (shapes[0], difference)
+                    found[f"{old.name}:{key}"] = (shapes[0], difference)
     except (SafetensorError, OSError):
         return None
-    return changes
+    return found
 
 
 def _shape(tensors: Any, key: str) -> str | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -35,7 +35,7 @@ class Engine(Protocol):
     def train_sums(self) -> Sums:
         """This rank's loss (summed) and count since the last call; waits for the device. `correct` is 0."""
 
-    def evaluate(self, dataset: Dataset, batches: list[Indices]) -> Sums:
+    def evaluate(self, dataset: Dataset, batches: Iterable[Indices]) -> Sums:
         """Loss, correct answers and count over this rank's batches, with batch-norm statistics of all ranks."""
 
     def rank_state(self) -> dict[str, Any]:
@@ -46,6 +46,9 @@ class Engine(Protocol):
 
     def restore(self, folder: Path, rank: int | None) -> None:
         """Take the state of a checkpoint; `rank` None when the number of ranks has changed."""
+
+    def load_weights(self, folder: Path) -> dict[str, str]:
+        """Take the weights that fit from a checkpoint or model folder; what became of each, by name."""
 
     def fingerprint(self) -> str:
         """A hash of the weights."""

@@ -8,6 +8,7 @@ import logging
 import os
 import re
 import sys
+import time
 from collections.abc import Callable
 from typing import NoReturn
 
@@ -22,6 +23,8 @@ class UserError(Exception):
 
     `agreed` is true when all ranks raise the same error at the same point, so that one need print it.
     """
+
+    code = USER_ERROR  # of the process
 
     def __init__(self, sentence: str, *, agreed: bool = False) -> None:
         super().__init__(sentence)
@@ -42,7 +45,7 @@ def end_well(command: Callable[[], object], rank: Callable[[], int]) -> None:
     except Exception as error:
         sentence = user_sentence(error)
         if sentence is not None:
-            _end(sentence, USER_ERROR, silent=_is_agreed(error) and rank() != 0)
+            _end(sentence, getattr(error, "code", USER_ERROR), silent=_is_agreed(error) and rank() != 0)
         log.exception("failed")
         _end(_failure_sentence(error), FAILURE)
 
@@ -55,7 +58,9 @@ def _is_agreed(error: Exception) -> bool:
 def _end(sentence: str, code: int, *, silent: bool = False) -> NoReturn:
     if logging.root.handlers:  # else logging would print it a second time
         log.error(sentence)
-    if not silent:
+    if silent:
+        time.sleep(1)  # rank 0 speaks for all, and the launcher ends it as soon as this one is gone
+    else:
         print(f"error: {sentence}", file=sys.stderr)
     logging.shutdown()
     sys.stdout.flush()

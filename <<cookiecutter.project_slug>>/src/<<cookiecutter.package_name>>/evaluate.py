@@ -11,13 +11,13 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
+from .build import open_data
 from .checkpoint import Store
 from .distributed import launched_rank, open_communicator
 from .engine import open_engine
 from .errors import UserError, end_well
 from .loop import evaluate
 from .options import check_options
-from .train import open_data
 
 
 def read_config(run: Path, changes: list[str]) -> DictConfig:

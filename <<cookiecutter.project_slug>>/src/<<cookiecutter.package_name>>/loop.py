@@ -7,28 +7,44 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from typing import NoReturn
 
 from .data import Splits
 from .distributed import Communicator
 from .engine import Engine, Sums
 from .errors import UserError
-from .sampler import Sampler, Share, evaluation_batches
+from .preemption import Preempted, Preemption
+from .sampler import Indices, Sampler, Share, evaluation_batches
 from .schedule import Schedule
 from .state import State
 from .tracking import Tracker
 
-Save = Callable[[State], None]
-
 
 @dataclass(frozen=True)
 class Cadence:
-    """When the loop does what: steps between two logs, epochs between evaluations and between checkpoints."""
+    """When the loop does what.
 
+    Args:
+        epochs: How many in all.
+        log_every: Steps between two looks at the training loss.
+        evaluate_every: Epochs between evaluations; the last epoch always has one.
+        save_every: Epochs between checkpoints; the last epoch always has one.
+        save_every_steps: Steps between checkpoints besides, or None.
+        patience: Evaluations without a better accuracy after which training ends, or None.
+    """
+
+    epochs: int
     log_every: int
     evaluate_every: int
     save_every: int
+    save_every_steps: int | None = None
+    patience: int | None = None
+
+    def is_over(self, state: State) -> bool:
+        """Whether nothing is left to train."""
+        return state.position.epoch >= self.epochs or (self.patience is not None and state.stale >= self.patience)
 
 
 @dataclass(frozen=True)
@@ -41,16 +57,31 @@ class Loop:
     sampler: Sampler
     schedule: Schedule
     tracker: Tracker
-    save: Save
+    save: Callable[[State], None]
+    preemption: Preemption
     cadence: Cadence
-    epochs: int
     evaluation_batch: int
 
     def fit(self, state: State) -> State:
-        """Train from `state` to the last epoch; the ranks' weights are proved equal before and after."""
+        """Train from `state` to the end; the ranks' weights are proved equal before and after.
+
+        Raises:
+            Preempted: on all ranks, after a signal to any of them and a last checkpoint.
+            UserError: on all ranks, if the loss is not finite.
+        """
         self._check_weights()
+        if state.position.offset == 0 and state.position.epoch > state.ended:
+            state = self._end_epoch(state)  # it was stopped between the last step and the evaluation
+        if not self.cadence.is_over(state):
+            state = self._train(state)
+        self.save(state)
+        self._check_weights()
+        return state
+
+    def _train(self, state: State) -> State:
         window = _Window(state.step)
-        shares = self.sampler.shares(state.position, self.epochs)
+        shares = self.sampler.shares(state.position, self.cadence.epochs)
+        self.preemption.restart()
         for share, batch in self.engine.train_batches(self.splits.train, shares):
             learning_rate = self.schedule(self.sampler.progress(share.start))
             self.engine.train_step(share, batch, learning_rate)
@@ -63,18 +94,30 @@ class Loop:
             if epoch_ends:
                 state = self._end_epoch(state)
                 window = _Window(state.step)
-        self._check_weights()
+                if self.cadence.is_over(state):
+                    break
+            elif self.cadence.save_every_steps and state.step % self.cadence.save_every_steps == 0:
+                self.save(state)
+            if self.preemption.agreed():
+                self._leave(state)
         return state
+
+    def _leave(self, state: State) -> NoReturn:
+        self.save(state)
+        raise Preempted(
+            f"stopped by a signal after step {state.step}: the same command goes on from there", agreed=True
+        )
 
     def _check_weights(self) -> None:
         self.communicator.check_equal(self.engine.fingerprint(), "the weights")
 
     def _end_epoch(self, state: State) -> State:
         epoch = state.position.epoch
-        last = epoch == self.epochs
+        last = epoch == self.cadence.epochs
         if last or epoch % self.cadence.evaluate_every == 0:
             state = self._evaluate(state)
-        if last or epoch % self.cadence.save_every == 0:
+        state = replace(state, ended=epoch)
+        if epoch % self.cadence.save_every == 0:
             self.save(state)
         return state
 
@@ -91,10 +134,32 @@ class Loop:
         self.tracker.log(state.step, self.sampler.progress(state.position), metrics)
 
     def _evaluate(self, state: State) -> State:
-        metrics = evaluate(self.communicator, self.engine, self.splits, self.evaluation_batch)
+        watch = _Watch(self.preemption)
+        metrics = evaluate(self.communicator, self.engine, self.splits, self.evaluation_batch, watch)
+        if watch.stopped:
+            self._leave(state)
+        self.preemption.restart()
         self.tracker.log(state.step, self.sampler.progress(state.position), metrics)
-        best = max(metrics["val/accuracy"], state.best or 0.0)
-        return replace(state, metrics=metrics, best=best)
+        better = state.best is None or metrics["val/accuracy"] > state.best
+        best = metrics["val/accuracy"] if better else state.best
+        stale = 0 if better else state.stale + 1
+        return replace(state, metrics=metrics, measured=state.step, best=best, stale=stale)
+
+
+class _Watch:
+    """Passes batches on until the ranks agree to stop."""
+
+    def __init__(self, preemption: Preemption) -> None:
+        self._preemption = preemption
+        self.stopped = False
+        preemption.restart()
+
+    def __call__(self, batches: Iterable[Indices]) -> Iterator[Indices]:
+        for batch in batches:
+            if self._preemption.agreed():
+                self.stopped = True
+                return
+            yield batch
 
 
 class _Window:
@@ -113,12 +178,26 @@ class _Window:
         return round(self.samples / max(time.monotonic() - self.began, 1e-9), 1)
 
 
-def evaluate(communicator: Communicator, engine: Engine, splits: Splits, batch: int) -> dict[str, float]:
-    """Loss and accuracy over the whole validation part: each sample counted once, on one rank."""
+def evaluate(
+    communicator: Communicator,
+    engine: Engine,
+    splits: Splits,
+    batch: int,
+    watch: Callable[[Iterable[Indices]], Iterable[Indices]] = iter,
+) -> dict[str, float]:
+    """Loss and accuracy over the whole validation part: each sample counted once, on one rank.
+
+    Args:
+        communicator: The ranks.
+        engine: What answers.
+        splits: Where the validation part is.
+        batch: Samples per rank at once.
+        watch: What the batches pass through; it may end them early.
+    """
     plan = evaluation_batches(len(splits.validation), batch, communicator.rank, communicator.size)
-    sums = add_up(communicator, engine.evaluate(splits.validation, plan), "validation")
+    sums = add_up(communicator, engine.evaluate(splits.validation, watch(plan)), "validation")
     if not sums.count:
-        raise UserError("not one validation sample could be read: see the warnings above", agreed=True)
+        return {"val/loss": math.nan, "val/accuracy": 0.0}
     return {"val/loss": sums.loss / sums.count, "val/accuracy": sums.correct / sums.count}
 
 

@@ -6,13 +6,30 @@ import logging
 from dataclasses import replace
 from pathlib import Path
 
+from omegaconf import DictConfig, OmegaConf
+
+from .changes import changes, flat, read_config
 from .checkpoint import Checkpoint, Store
 from .distributed import Communicator
 from .engine import Engine
 from .errors import UserError
+from .mirror import fetch, is_url
 from .state import State, read_state
 
 log = logging.getLogger(__name__)
+
+# A run that changed these would no longer be the same training; another name=... starts a new one.
+FIXED = (
+    "engine",
+    "model",
+    "seed",
+    "data.distribution",
+    "data.source._target_",
+    "data.source.seed",
+    "data.source.validation_fraction",
+    "optimizer._target_",
+)
+FREE = ("name", "resume", "hydra")  # say nothing about the training
 
 
 def choose(store: Store, which: str) -> Checkpoint | None:
@@ -34,17 +51,13 @@ def choose(store: Store, which: str) -> Checkpoint | None:
     return None
 
 
-def find_start(communicator: Communicator, store: Store, which: str) -> Path | None:
-    """The folder to go on from, chosen by the writing rank for all; None to start anew."""
-
-    def decide() -> Path | None:
-        found = choose(store, which)
-        if found is None:
-            return None
-        store.resumed_from(found)
-        return found.folder
-
-    return communicator.on_writer(decide, "resume")
+def find_start(store: Store, which: str) -> Path | None:
+    """The folder to go on from, or None to start anew; a URL is fetched into the run's own store first."""
+    found = fetch(which, store.folder) if is_url(which) else choose(store, which)
+    if found is None:
+        return None
+    store.resumed_from(found)
+    return found.folder
 
 
 def plan_from(folder: Path | None, fresh: State, wanted_batch: int | None) -> State:
@@ -70,6 +83,25 @@ def plan_from(folder: Path | None, fresh: State, wanted_batch: int | None) -> St
     return replace(saved, world_size=fresh.world_size, global_batch=batch)
 
 
+def check_config(folder: Path, config: DictConfig) -> None:
+    """Name every option that has changed since the checkpoint was made.
+
+    Raises:
+        UserError: if one of them may not change within a run.
+    """
+    now = dict(flat(OmegaConf.to_container(config)))
+    for key, (before, after) in changes(read_config(folder / "config.yaml"), now).items():
+        change = f"{key} was {before} and is {after} now"
+        if _under(key, FIXED):
+            raise UserError(f"{change}, which {folder} cannot go on with: set it back, or use another name=...")
+        if not _under(key, FREE):
+            log.warning(f"going on with another option than before: {change}")
+
+
+def _under(key: str, options: tuple[str, ...]) -> bool:
+    return any(key == option or key.startswith(f"{option}.") for option in options)
+
+
 def restore(communicator: Communicator, engine: Engine, folder: Path, saved: State) -> None:
     """Load a checkpoint on every rank and prove that all hold the same weights."""
     same_world = read_state(folder).world_size == communicator.size
@@ -77,3 +109,22 @@ def restore(communicator: Communicator, engine: Engine, folder: Path, saved: Sta
     communicator.together(lambda: engine.restore(folder, rank), "restore")
     communicator.check_equal(engine.fingerprint(), "the restored weights")
     log.info(f"resumed from {folder} at step {saved.step}, epoch {saved.position.epoch}")
+
+
+def load_weights(communicator: Communicator, engine: Engine, store: Store, which: str) -> dict[str, str]:
+    """Start from the weights of a checkpoint or run folder; what became of each, by name.
+
+    Raises:
+        UserError: if there is no such folder, it is damaged, or not one tensor fits.
+    """
+
+    def find() -> Path:
+        checkpoint = store.find(which)
+        store.check(checkpoint)
+        return checkpoint.folder
+
+    folder = communicator.on_writer(find, "weights")
+    report = communicator.together(lambda: engine.load_weights(folder), "load weights")
+    if "loaded" not in report.values():
+        raise UserError(f"not one tensor of {folder} fits the model: name a checkpoint of a similar one", agreed=True)
+    return report

@@ -117,6 +117,10 @@ def _permutation(samples: int, key: tuple[int, ...]) -> Indices:
 
 
 def evaluation_batches(samples: int, batch: int, rank: int, size: int) -> list[Indices]:
-    """One rank's contiguous part of a data set in batches; over all ranks each sample comes exactly once."""
+    """One rank's contiguous part of a data set in batches; over all ranks each sample comes exactly once.
+
+    All ranks get the same number of batches, of which the last may be empty.
+    """
     mine = np.array_split(np.arange(samples, dtype=np.int64), size)[rank]
-    return [mine[start : start + batch] for start in range(0, len(mine), batch)]
+    largest = -(-samples // size)
+    return [mine[start : start + batch] for start in range(0, largest, batch)]

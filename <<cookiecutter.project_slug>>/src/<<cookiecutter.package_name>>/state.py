@@ -16,7 +16,8 @@ FILE = "train_state.json"
 class State:
     """Steps done, the position in the data, and what was measured.
 
-    `samples` and `global_batch` are those of the plan that the position belongs to.
+    `samples` and `global_batch` are those of the plan that the position belongs to; `ended` is the last epoch whose
+    evaluation is done; `metrics` were measured after step `measured`; `stale` counts evaluations since the best one.
     """
 
     samples: int
@@ -24,7 +25,10 @@ class State:
     world_size: int
     step: int = 0
     position: Position = field(default_factory=Position)
+    ended: int = 0
     best: float | None = None
+    stale: int = 0
+    measured: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
 
     def write(self, folder: Path) -> None:

@@ -16,6 +16,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+log = logging.getLogger(__name__)
+
 Metrics = Mapping[str, float]
 
 
@@ -45,7 +47,7 @@ class Tracker:
         if not writes:
             return
         _drop_after(self._file, step)
-        self._lines = self._file.open("a", encoding="utf-8")
+        self._lines = _Lines(self._file)
         if tensorboard:
             from tensorboard.summary import Writer
 
@@ -63,12 +65,19 @@ class Tracker:
         """Record metrics of a step after `progress` epochs."""
         if not self._writes:
             return
-        self._lines.write(json.dumps({"step": step, "epoch": round(progress, 6), **metrics}) + "\n")
-        self._lines.flush()
-        for name, value in metrics.items():
-            if self._board:
-                self._board.add_scalar(name, value, step)
+        self._lines.write(json.dumps({"step": step, "epoch": round(progress, 6), **metrics}))
+        self._draw(step, metrics)
         self._show(step, progress, metrics)
+
+    def _draw(self, step: int, metrics: Metrics) -> None:
+        if not self._board:
+            return
+        try:
+            for name, value in metrics.items():
+                self._board.add_scalar(name, value, step)
+        except OSError as error:  # its writer does not recover from a full disk
+            log.warning(f"TensorBoard's events end here ({error.strerror}): metrics.jsonl goes on")
+            self._board = None
 
     def _show(self, step: int, progress: float, metrics: Metrics) -> None:
         text = "  ".join(f"{name} {value:,.4g}" for name, value in metrics.items())
@@ -89,7 +98,28 @@ class Tracker:
             self._board.close()
         if summary is not None:
             draw_curves(self._file, self._folder / "curves.png")
-            self._console.print(_table(summary))
+            show_table("training finished", summary)
+
+
+class _Lines:
+    """Appends lines to a file; what a full disk refuses is kept and written when there is space again."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file.open("ab", buffering=0)
+        self._waiting = b""
+
+    def write(self, line: str) -> None:
+        full = bool(self._waiting)
+        self._waiting += line.encode() + b"\n"
+        try:
+            while self._waiting:
+                self._waiting = self._waiting[self._file.write(self._waiting) :]
+        except OSError as error:
+            if not full:
+                log.warning(f"{self._file.name} has to wait for space ({error.strerror}): the training goes on")
+
+    def close(self) -> None:
+        self._file.close()
 
 
 def _is_watched() -> bool:
@@ -102,11 +132,14 @@ def _progress_bar(console: Console) -> Progress:
     return Progress(*columns, TimeRemainingColumn(), console=console)
 
 
-def _table(rows: Mapping[str, str]) -> Table:
-    table = Table(title="training finished", show_header=False)
+def show_table(title: str, rows: Mapping[str, str], writes: bool = True) -> None:
+    """Print names and values on the writing rank."""
+    if not writes:
+        return
+    table = Table(title=title, show_header=False)
     for name, value in rows.items():
         table.add_row(name, value)
-    return table
+    Console().print(table)
 
 
 def _clock(seconds: float) -> str:

@@ -3,65 +3,95 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from contextlib import ExitStack
-from functools import lru_cache, partial
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
 from . import resume
-from .checkpoint import Store, describe
-from .data import Splits, check_samples
+from .build import fresh_state, open_cadence, open_data, open_sampler, open_schedule, open_store
+from .checkpoint import Store
+from .data import Splits
 from .distributed import Communicator, launched_rank, open_communicator
 from .engine import Engine, open_engine
 from .errors import end_well
-from .loop import Cadence, Loop
+from .loop import Loop
 from .options import check_options
-from .sampler import Sampler
-from .saver import Saver
-from .schedule import Schedule, scaling_factor
+from .preemption import Preempted, Preemption
+from .save import open_saver
 from .state import State
-from .tracking import Tracker, open_log
+from .tracking import Tracker, open_log, show_table
 
 
-def train(config: DictConfig, folder: Path) -> None:
+@dataclass(frozen=True)
+class Run:
+    """The parts that live as long as the training."""
+
+    config: DictConfig
+    folder: Path
+    communicator: Communicator
+    preemption: Preemption
+    splits: Splits
+    engine: Engine
+    store: Store
+
+
+def train(config: DictConfig, folder: Path) -> State:
     """Build the parts of a run, train, and leave its records in `folder`."""
+    run = open_run(config, folder)
+    with ExitStack() as closing:
+        start = run.communicator.on_writer(lambda: take_folder(run, closing), "folder")
+        state = run.communicator.together(lambda: plan(run, start), "plan")
+        if start is not None:
+            resume.restore(run.communicator, run.engine, start, state)
+        elif config.weights_from is not None:
+            report = resume.load_weights(run.communicator, run.engine, run.store, config.weights_from)
+            show_table("weights", report, run.communicator.writes)
+        return fit(run, state)
+
+
+def open_run(config: DictConfig, folder: Path) -> Run:
+    """Check the config, start Horovod, read the data and build the model."""
     OmegaConf.resolve(config)
     check_options(config)
     open_log(folder, launched_rank())
     communicator = open_communicator(config.engine, config.horovod)
+    preemption = Preemption(communicator)
+    preemption.listen()
     splits = communicator.together(lambda: open_data(config), "data")
     engine = open_engine(config, communicator)
-    store = open_store(config, folder)
-    with ExitStack() as closing:
-        communicator.on_writer(lambda: take_folder(config, folder, store, closing), "folder")
-        start = resume.find_start(communicator, store, config.resume)
-        fresh = fresh_state(config, splits, communicator)
-        state = communicator.together(lambda: resume.plan_from(start, fresh, config.data.global_batch), "plan")
-        if start is not None:
-            resume.restore(communicator, engine, start, state)
-        run(config, folder, communicator, engine, splits, store, state)
+    return Run(config, folder, communicator, preemption, splits, engine, open_store(config, folder))
 
 
-def run(
-    config: DictConfig,
-    folder: Path,
-    communicator: Communicator,
-    engine: Engine,
-    splits: Splits,
-    store: Store,
-    state: State,
-) -> None:
+def take_folder(run: Run, closing: ExitStack) -> Path | None:
+    """Lock the run's folder, choose the checkpoint to go on from, and write down what runs there."""
+    closing.enter_context(run.store.lock())
+    start = resume.find_start(run.store, run.config.resume)
+    if start is not None:
+        resume.check_config(start, run.config)
+    (run.folder / ".hydra").mkdir(exist_ok=True)
+    OmegaConf.save(run.config, run.folder / ".hydra" / "config.yaml")
+    OmegaConf.save(HydraConfig.get().overrides.task, run.folder / ".hydra" / "overrides.yaml")
+    return start
+
+
+def plan(run: Run, start: Path | None) -> State:
+    """The state to start from: a checkpoint's, or a fresh one."""
+    fresh = fresh_state(run.config, run.splits, run.communicator)
+    return fresh if start is None else resume.plan_from(start, fresh, run.config.data.global_batch)
+
+
+def fit(run: Run, state: State) -> State:
     """Train from `state` to the end and show what came of it."""
-    sampler = communicator.together(lambda: open_sampler(config, splits, communicator, state), "sampler")
-    saver = open_saver(config, store)
+    config, communicator = run.config, run.communicator
+    sampler = communicator.together(lambda: open_sampler(config, communicator, state), "sampler")
+    schedule = communicator.together(lambda: open_schedule(config, state), "schedule")
+    saver = communicator.together(lambda: open_saver(config, communicator, run.engine, run.store), "saver")
     tracker = Tracker(
-        folder,
+        run.folder,
         writes=communicator.writes,
         epochs=config.epochs,
         start=sampler.progress(state.position),
@@ -70,133 +100,38 @@ def run(
     )
     loop = Loop(
         communicator=communicator,
-        engine=engine,
-        splits=splits,
+        engine=run.engine,
+        splits=run.splits,
         sampler=sampler,
-        schedule=open_schedule(config, state),
+        schedule=schedule,
         tracker=tracker,
-        save=partial(save, config, communicator, engine, saver),
-        cadence=Cadence(config.tracking.log_every, config.evaluate_every, config.checkpoint.every_epochs),
-        epochs=config.epochs,
+        save=saver,
+        preemption=run.preemption,
+        cadence=open_cadence(config),
         evaluation_batch=config.data.evaluation_batch,
     )
     began = time.monotonic()
-    state = loop.fit(state)
-    communicator.on_writer(saver.close, "last save")
-    tracker.close(summary(folder, state, communicator.size, time.monotonic() - began))
+    try:
+        final = loop.fit(state)
+    except Preempted:
+        saver.close(mirror_timeout=1.0)
+        tracker.close()
+        raise
+    saver.close()
+    tracker.close(summary(run, final, time.monotonic() - began))
+    return final
 
 
-def open_data(config: DictConfig) -> Splits:
-    """The data sets that config.data.source names, checked against data.shape and data.classes."""
-    splits: Splits = instantiate(config.data.source)
-    for name, part in (("training", splits.train), ("validation", splits.validation)):
-        check_samples(part, config.data.shape, config.data.classes, name)
-    return splits
-
-
-def open_store(config: DictConfig, folder: Path) -> Store:
-    """The run's checkpoints; accuracy decides which is best."""
-    keep = config.checkpoint
-    return Store(
-        folder / "checkpoints",
-        keep_last=keep.keep_last,
-        keep_best=keep.keep_best,
-        keep_every=keep.keep_every,
-        metric="val/accuracy",
-        mode="max",
-    )
-
-
-def open_saver(config: DictConfig, store: Store) -> Saver:
-    """What hands snapshots to the store, on the writing rank."""
-    return Saver(store, asynchronous=config.checkpoint.asynchronous, max_failures=config.checkpoint.max_failures)
-
-
-def fresh_state(config: DictConfig, splits: Splits, communicator: Communicator) -> State:
-    """The state before the first step."""
-    per_rank = config.data.batch_size * config.horovod.accumulation
-    return State(
-        samples=len(splits.train),
-        global_batch=config.data.global_batch or per_rank * communicator.size,
-        world_size=communicator.size,
-    )
-
-
-def open_sampler(config: DictConfig, splits: Splits, communicator: Communicator, state: State) -> Sampler:
-    """The plan of the whole run for this rank."""
-    return Sampler(
-        samples=len(splits.train),
-        global_batch=state.global_batch,
-        rank=communicator.rank,
-        size=communicator.size,
-        accumulation=config.horovod.accumulation,
-        seed=config.seed,
-        distribution=config.data.distribution,
-    )
-
-
-def open_schedule(config: DictConfig, state: State) -> Schedule:
-    """The learning rate's schedule, scaled from data.batch_size to the global batch."""
-    options = {key: value for key, value in config.schedule.items() if key != "scaling"}
-    batches = state.global_batch / config.data.batch_size
-    factor = scaling_factor(config.schedule.scaling, batches, batches / state.world_size)
-    base = config.optimizer.lr
-    return Schedule(base=base, peak=base * factor, epochs=config.epochs, **options)
-
-
-def save(config: DictConfig, communicator: Communicator, engine: Engine, saver: Saver, state: State) -> None:
-    """One checkpoint of all ranks; the writing rank's saver decides when the bytes reach the disk."""
-    ranks = communicator.gather(engine.rank_state(), "rank_state")
-    text = OmegaConf.to_yaml(config)
-
-    def snapshot() -> Callable[[Path], None]:
-        write_engine = engine.snapshot(ranks)
-
-        def write(folder: Path) -> None:
-            write_engine(folder)
-            state.write(folder)
-            (folder / "config.yaml").write_text(text, encoding="utf-8")
-
-        return write
-
-    communicator.on_writer(lambda: saver.save(state.step, snapshot, _meta(text, state)), "save")
-
-
-@lru_cache(maxsize=1)
-def _describe(config_text: str) -> dict[str, Any]:
-    described: dict[str, Any] = describe(config_text)  # runs git, so once
-    return described
-
-
-def _meta(config_text: str, state: State) -> dict[str, Any]:
-    return {
-        **_describe(config_text),
-        "epoch": state.position.epoch,
-        "metrics": state.metrics,
-        "world_size": state.world_size,
-        "global_batch": state.global_batch,
-    }
-
-
-def take_folder(config: DictConfig, folder: Path, store: Store, closing: ExitStack) -> None:
-    """Lock the run's folder and write down what runs in it."""
-    closing.enter_context(store.lock())
-    resume.choose(store, config.resume)  # may refuse, before anything in the folder is changed
-    (folder / ".hydra").mkdir(exist_ok=True)
-    OmegaConf.save(config, folder / ".hydra" / "config.yaml")
-    OmegaConf.save(HydraConfig.get().overrides.task, folder / ".hydra" / "overrides.yaml")
-
-
-def summary(folder: Path, state: State, size: int, seconds: float) -> dict[str, str]:
+def summary(run: Run, state: State, seconds: float) -> dict[str, str]:
     """The rows of the table at the end."""
     return {
         "validation accuracy": f"{100 * state.metrics['val/accuracy']:.2f} %",
         "best validation accuracy": f"{100 * (state.best or 0):.2f} %",
         "epochs, steps": f"{state.position.epoch}, {state.step}",
-        "ranks, global batch": f"{size}, {state.global_batch}",
+        "ranks, global batch": f"{state.world_size}, {state.global_batch}",
         "time": f"{seconds:.1f} s",
-        "run folder": str(folder),
-        "curves": str(folder / "curves.png"),
+        "run folder": str(run.folder),
+        "curves": str(run.folder / "curves.png"),
     }
 
 

@@ -1,7 +1,9 @@
 """Data sources that fail on one rank; test_two_ranks.py names them by data.source._target_."""
 
+import json
 import math
 import os
+import signal
 
 import numpy as np
 
@@ -11,11 +13,25 @@ from << cookiecutter.package_name >>.sampler import Indices
 
 
 class FailsLater(ArrayDataset):
-    """Digits until epoch 1, then an exception on rank 1."""
+    """Digits until epoch 1, then an exception on rank 1, while FAULT is set."""
 
     def fetch(self, indices: Indices, epoch: int) -> Samples:
-        if epoch == 1 and launched_rank() == 1:
+        if epoch == 1 and launched_rank() == 1 and os.environ.get("FAULT"):
             raise ValueError("the disk of rank 1 is gone")
+        return super().fetch(indices, epoch)
+
+
+class Recorded(ArrayDataset):
+    """Digits that note which samples were fetched in the file RECORD, and ask for an end after STOP_AFTER batches."""
+
+    fetched = 0
+
+    def fetch(self, indices: Indices, epoch: int) -> Samples:
+        Recorded.fetched += 1
+        with open(os.environ["RECORD"], "a") as file:
+            file.write(json.dumps([epoch, indices.tolist()]) + "\n")
+        if launched_rank() == 0 and Recorded.fetched == int(os.environ.get("STOP_AFTER", 0)):
+            os.kill(os.getpid(), signal.SIGUSR1)
         return super().fetch(indices, epoch)
 
 
@@ -38,6 +54,11 @@ def _with_training(kind: type[ArrayDataset]) -> Splits:
 def fails_later() -> Splits:
     """See FailsLater."""
     return _with_training(FailsLater)
+
+
+def recorded() -> Splits:
+    """See Recorded."""
+    return _with_training(Recorded)
 
 
 def not_a_number() -> Splits:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import hashlib
 import math
 import os
+import pickle
 import random
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from hydra.utils import instantiate
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional
@@ -125,12 +127,14 @@ class TorchEngine:
         return sums
 
     @torch.no_grad()
-    def evaluate(self, dataset: Dataset, batches: list[Indices]) -> Sums:
+    def evaluate(self, dataset: Dataset, batches: Iterable[Indices]) -> Sums:
         """Loss without label smoothing, and correct answers, over this rank's batches."""
         self.model.eval()
         loss, correct, count = torch.zeros_like(self._loss), torch.zeros_like(self._loss), 0
         with self._averaged_statistics():
             for inputs, labels in read_batches(dataset, batches, self._workers, pin=self.device.type == "cuda"):
+                if not len(labels):
+                    continue
                 with self._autocast():
                     outputs = self._forward(self._to_device(inputs))
                 answers = self._labels(labels)
@@ -148,6 +152,7 @@ class TorchEngine:
             "torch": torch.get_rng_state(),
             "cuda": torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None,
             "buffers": _to_host(dict(self.model.named_buffers())),
+            "sums": (self._loss.item(), self._count),
         }
 
     def snapshot(self, rank_states: list[dict[str, Any]]) -> Callable[[Path], None]:
@@ -167,16 +172,40 @@ class TorchEngine:
 
     def restore(self, folder: Path, rank: int | None) -> None:
         """Load on every rank: a broadcast of optimizer state would make fresh optimizers take a step."""
-        self._load_weights(load_file(folder / "model.safetensors", device=str(self.device)))
-        training = torch.load(folder / "optimizer.pt", map_location=self.device, weights_only=True)
+        training = _load_plain(folder / "optimizer.pt", self.device)
+        ranks = _load_plain(folder / "ranks.pt", torch.device("cpu"))
+        self._load_weights(_load_tensors(folder / "model.safetensors", self.device))
         self.optimizer.load_state_dict(training["optimizer"])
         self._scaler.load_state_dict(training["scaler"])
         if rank is not None:
-            self._load_rank_state(torch.load(folder / "ranks.pt", map_location="cpu", weights_only=True)[rank])
+            self._load_rank_state(ranks[rank])
+            self._set_sums([ranks[rank]["sums"]])
+        elif self.communicator.writes:
+            self._set_sums([state["sums"] for state in ranks])
+
+    def _set_sums(self, sums: list[tuple[float, int]]) -> None:
+        """Go on with the loss of the steps since the last log."""
+        self._loss.fill_(sum(loss for loss, _ in sums))
+        self._count = sum(count for _, count in sums)
+
+    @torch.no_grad()
+    def load_weights(self, folder: Path) -> dict[str, str]:
+        """Copy each tensor whose name and shape fit; the others keep their initial values."""
+        own, saved = self._tensors(), _load_tensors(folder / "model.safetensors", self.device)
+        report = {}
+        for name in sorted(own.keys() | saved.keys()):
+            mine, theirs = _shape(own, name), _shape(saved, name)
+            report[name] = "loaded" if mine == theirs else f"not loaded: {theirs} in the file, {mine} in the model"
+            if mine == theirs:
+                own[name].copy_(saved[name])
+        return report
+
+    def _tensors(self) -> dict[str, Tensor]:
+        return dict(self.model.named_parameters()) | dict(self.model.named_buffers())
 
     @torch.no_grad()
     def _load_weights(self, saved: dict[str, Tensor]) -> None:
-        own = dict(self.model.named_parameters()) | dict(self.model.named_buffers())
+        own = self._tensors()
         wrong = [name for name in own.keys() | saved.keys() if _shape(own, name) != _shape(saved, name)]
         if wrong:
             name = min(wrong)
@@ -299,6 +328,21 @@ def _normalizer(settings: Any, device: torch.device) -> Callable[[Tensor], Tenso
         return (inputs - shift) / scale if settings else inputs
 
     return normalize
+
+
+def _load_plain(file: Path, device: torch.device) -> Any:
+    """A file of tensors and plain values; one that wants more, as a harmful pickle does, is not loaded."""
+    try:
+        return torch.load(file, map_location=device, weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
+        raise UserError(f"{file} holds more than tensors and plain values, or less: resume from another") from error
+
+
+def _load_tensors(file: Path, device: torch.device) -> dict[str, Tensor]:
+    try:
+        return load_file(file, device=str(device))
+    except SafetensorError as error:
+        raise UserError(f"{file} is no safetensors file ({error}): use another checkpoint") from error
 
 
 def _mean_buffers(ranks: list[dict[str, Tensor]]) -> dict[str, Tensor]:

@@ -5,9 +5,33 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import pairwise
+from pathlib import Path
 
 import torch
+from hydra.utils import instantiate
+from safetensors.torch import load_model as load_into
 from torch import Tensor, nn
+
+from ..model_file import WEIGHTS, read_description
+
+
+def load_model(folder: str | Path, trusted: Sequence[str] = ()) -> nn.Module:
+    """The model in a folder that `checkpoints export` made, on the CPU, ready to answer.
+
+    It takes (n, channels, height, width), or (n, features), already normalized as model.json says.
+
+    Args:
+        folder: The model folder.
+        trusted: Packages besides this one that the architecture may come from, such as torchvision.models.
+
+    Raises:
+        UserError: if the folder is damaged, or its architecture or weights do not fit.
+    """
+    own = __name__.rpartition(".")[0]
+    description = read_description(Path(folder), (own, *trusted))
+    model: nn.Module = instantiate(description["model"])
+    load_into(model, Path(folder) / WEIGHTS[0])
+    return model.eval()
 
 
 def mlp(shape: Sequence[int], classes: int, hidden: Sequence[int] = (256, 256)) -> nn.Sequential:

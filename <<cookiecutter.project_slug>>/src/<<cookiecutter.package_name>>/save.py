@@ -1,0 +1,92 @@
+"""What goes into a checkpoint, gathered from all ranks; the store and its saver decide how it reaches the disk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from .checkpoint import Store, describe
+from .distributed import Communicator
+from .engine import Engine
+from .mirror import Mirror
+from .saver import Saver
+from .state import State
+
+
+class RunSaver:
+    """Saves a run's state; all ranks call it together, the writing one's saver writes.
+
+    Args:
+        communicator: The ranks.
+        engine: Whose weights, optimizer and random generators are saved.
+        saver: Writes, on the writing rank.
+        mirror: Where to each checkpoint is uploaded, or None; only on the writing rank.
+        config: The config as YAML, kept beside the weights.
+    """
+
+    def __init__(
+        self, communicator: Communicator, engine: Engine, saver: Saver, mirror: Mirror | None, config: str
+    ) -> None:
+        self._communicator = communicator
+        self._engine = engine
+        self._saver = saver
+        self._mirror = mirror
+        self._config = config
+        self._saved: State | None = None
+        self._described = describe(config) if communicator.writes else {}
+
+    def __call__(self, state: State) -> None:
+        """Save, unless nothing has happened since the last save; returns as soon as training may go on."""
+        if state == self._saved:
+            return
+        ranks = self._communicator.gather(self._engine.rank_state(), "rank_state")
+        meta = self._described | _measured(state)
+        self._communicator.on_writer(
+            lambda: self._saver.save(state.step, lambda: self._snapshot(ranks, state), meta), "save"
+        )
+        self._saved = state
+
+    def close(self, mirror_timeout: float = 600.0) -> None:
+        """Wait until the last checkpoint is durable; fails on all ranks if it is not.
+
+        Args:
+            mirror_timeout: Seconds to wait for uploads; what is not up by then is not visible at the mirror.
+        """
+        self._communicator.on_writer(self._saver.close, "last save")
+        if self._mirror:
+            self._mirror.close(mirror_timeout)
+
+    def _snapshot(self, ranks: list[dict[str, Any]], state: State) -> Callable[[Path], None]:
+        write_engine = self._engine.snapshot(ranks)
+
+        def write(folder: Path) -> None:
+            write_engine(folder)
+            state.write(folder)
+            (folder / "config.yaml").write_text(self._config, encoding="utf-8")
+
+        return write
+
+
+def open_saver(config: DictConfig, communicator: Communicator, engine: Engine, store: Store) -> RunSaver:
+    """The run's saver as the config wants it."""
+    wanted = config.checkpoint
+    mirror = Mirror(wanted.mirror, store) if wanted.mirror is not None and communicator.writes else None
+    saver = Saver(
+        store,
+        asynchronous=wanted.asynchronous,
+        max_failures=wanted.max_failures,
+        published=mirror.upload if mirror else None,
+    )
+    return RunSaver(communicator, engine, saver, mirror, OmegaConf.to_yaml(config))
+
+
+def _measured(state: State) -> dict[str, Any]:
+    return {
+        "epoch": state.position.epoch,
+        "metrics": state.metrics if state.measured == state.step else {},
+        "world_size": state.world_size,
+        "global_batch": state.global_batch,
+    }

@@ -1,0 +1,28 @@
+"""Run on 2 ranks by test_resume.py: Horovod's usual recipe for a resume, which leaves the ranks apart.
+
+Rank 0 alone loads the checkpoint, then parameters and optimizer state are broadcast. The other ranks' optimizers are
+empty, so the broadcast lets them take a step with zero gradients first, and weight decay moves their weights.
+"""
+
+import horovod.torch as hvd
+import torch
+from jobs import fingerprint
+from torch import nn
+
+
+def main() -> None:
+    hvd.init()
+    torch.manual_seed(0)
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.1)
+    if hvd.rank() == 0:  # a step stands for the state that was loaded
+        model(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    hashes = hvd.allgather_object(fingerprint(model), name="hashes")
+    print("the ranks agree" if len(set(hashes)) == 1 else "the ranks differ")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,232 @@
+"""Going on: bit for bit at the same number of ranks, along the same curve at another, from good checkpoints only."""
+
+import json
+import os
+import pickle
+import random
+import re
+import signal
+import subprocess
+import time
+from collections import Counter
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import Job
+from jobs import (
+    RANKS,
+    compose_config,
+    mounted,
+    read_lines,
+    run_ranks,
+    start_job,
+    values,
+    wait_for_process,
+    wait_for_training,
+)
+
+from << cookiecutter.package_name >>.checkpoint import Checkpoint, Store
+from << cookiecutter.package_name >>.errors import UserError
+from << cookiecutter.package_name >>.manifest import read_manifest, seal
+from << cookiecutter.package_name >>.preemption import EXIT_CODE
+from << cookiecutter.package_name >>.torch.models import load_model
+from << cookiecutter.package_name >>.train import train
+
+QUICK = ("tracking.tensorboard=false", "data.evaluation_batch=64")
+MLP = ("epochs=2", "model.hidden=[16]", *QUICK)
+
+
+def newest(run: Path) -> Checkpoint:
+    found = Store(run / "checkpoints").newest_good()
+    assert found
+    return found
+
+
+def hashes(checkpoint: Checkpoint) -> dict[str, str]:
+    """What a checkpoint holds, without what tells of its making."""
+    files = read_manifest(checkpoint.folder)
+    return {name: digest for name, (_, digest) in files.items() if name not in ("meta.json", "config.yaml")}
+
+
+def train_here(folder: Path, *overrides: str) -> Path:
+    """Train in this process."""
+    train(compose_config(*MLP, *overrides), folder)
+    return folder
+
+
+@pytest.mark.slow
+def test_killed_at_random_moments_it_ends_with_the_same_bits(job: Job, tmp_path: Path) -> None:
+    """KILLS=50 in the environment makes it the long version."""
+    options = ("epochs=6", "model=cnn", "model.width=4", "optimizer=adamw", "checkpoint.every_steps=5", *QUICK)
+    assert job(2, *options, folder=tmp_path / "whole").returncode == 0
+    run, rng = tmp_path / "run", random.Random(0)
+    for start in range(int(os.environ.get("KILLS", 3))):
+        with start_job(2, run, *options) as process:
+            victims = [wait_for_process(run, rank, start + 1) for rank in range(2)]
+            time.sleep(rng.uniform(0, 4))
+            with suppress(ProcessLookupError):  # it may have come to its end
+                os.kill(rng.choice(victims), signal.SIGKILL)
+            process.communicate(timeout=60)
+    finished = job(2, *options)
+    assert finished.returncode == 0, finished.stdout
+    assert hashes(newest(run)) == hashes(newest(tmp_path / "whole"))
+    for name in ("train/loss", "val/loss", "val/accuracy", "lr"):
+        assert values(run, name) == values(tmp_path / "whole", name)
+
+
+@pytest.mark.slow
+def test_two_then_one_then_three_then_two_ranks(job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each part ends within an epoch by a signal to one rank; together they are the undisturbed run."""
+    data = ("data.source._target_=faulty.recorded", "~data.source.validation_fraction")
+    options = ("epochs=5", "data.global_batch=60", "schedule.warmup_epochs=2", *data, *QUICK)
+    monkeypatch.setenv("RECORD", str(tmp_path / "whole.jsonl"))
+    assert job(2, *options, folder=tmp_path / "whole").returncode == 0
+    monkeypatch.setenv("RECORD", str(tmp_path / "parts.jsonl"))
+    for ranks, stop in ((2, 12), (1, 25), (3, 5), (2, 0)):
+        monkeypatch.setenv("STOP_AFTER", str(stop))
+        result = job(ranks, *options)
+        assert (result.returncode == 0) == (stop == 0), result.stdout
+        assert ("error: told to stop after step" in result.stdout) == (stop != 0)
+        if stop and "horovodrun" not in result.stdout:  # horovodrun turns every code into 1
+            assert result.returncode == EXIT_CODE
+    for record in ("whole.jsonl", "parts.jsonl"):
+        fetched = [json.loads(line) for line in (tmp_path / record).read_text().splitlines()]
+        seen = Counter((epoch, index) for epoch, indices in fetched for index in indices)
+        assert set(seen.values()) == {1}
+        assert len(seen) == 5 * 1438
+    for name in ("train/loss", "val/loss", "lr"):
+        assert values(tmp_path / "run", name) == pytest.approx(values(tmp_path / "whole", name), rel=1e-4)
+
+
+@pytest.mark.slow
+def test_the_usual_recipe_leaves_the_ranks_apart() -> None:
+    """The reason why every rank loads the checkpoint itself; when this fails, Horovod has mended it."""
+    result = run_ranks(2, str(RANKS / "usual_recipe.py"))
+    assert "the ranks differ" in result.stdout, result.stdout + result.stderr
+
+
+def test_an_asynchronous_checkpoint_is_the_synchronous_one(tmp_path: Path) -> None:
+    for name in ("true", "false"):
+        train_here(tmp_path / name, f"checkpoint.asynchronous={name}", "checkpoint.every_steps=7")
+    both = [Store(tmp_path / name / "checkpoints").checkpoints() for name in ("true", "false")]
+    assert [item.step for item in both[0]] == [item.step for item in both[1]]
+    for one, other in zip(*both, strict=True):
+        assert hashes(one) == hashes(other)
+    assert hashes(both[0][0]) != hashes(both[0][-1])
+
+
+@pytest.mark.slow
+def test_a_full_disk_does_not_end_the_training(tmp_path: Path) -> None:
+    """Saves fail and say so; when space returns they succeed again, and no metric is lost."""
+    with mounted(tmp_path / "disk", "2m") as disk:
+        run = disk / "run"
+        options = ("epochs=100000", "model.hidden=[64]", "checkpoint.max_failures=100000", *QUICK)
+        with start_job(2, run, *options) as job:
+            wait_for_training(run)
+            filler = disk / "filler"
+            with filler.open("wb", buffering=0) as file:
+                try:
+                    while True:
+                        file.write(bytes(1000))
+                except OSError:
+                    pass
+            time.sleep(2)
+            count = len(read_lines(run))
+            filler.unlink()
+            wait_for_training(run, lines=count + 30)
+            os.kill(wait_for_process(run, 0), signal.SIGUSR1)
+            output, _ = job.communicate(timeout=60)
+        assert "could not be saved" in output
+        assert "No space left" in output or "needed" in output
+        stopped = re.search(r"told to stop after step (\d+)", output)
+        assert stopped
+        assert newest(run).step == int(stopped[1])
+        steps = [line["step"] for line in read_lines(run) if "train/loss" in line]
+        assert steps == sorted(set(steps))
+        assert {step for step in steps if step % 10 == 0} == set(range(10, int(stopped[1]) + 1, 10))
+
+
+class Bomb:
+    """Writes a file when it is unpickled."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.write_text, (self.mark, "code ran")
+
+
+@pytest.mark.parametrize("name", ["optimizer.pt", "ranks.pt", "model.safetensors", "train_state.json", "config.yaml"])
+def test_no_file_of_a_checkpoint_can_run_code(name: str, tmp_path: Path) -> None:
+    run = train_here(tmp_path / "run", "epochs=1")
+    folder = newest(run).folder
+    (folder / name).write_bytes(pickle.dumps(Bomb(tmp_path / "mark")))
+    (folder / "MANIFEST.json").unlink()
+    seal(folder)  # as somebody would who wants it to be trusted
+    with pytest.raises(UserError) as error:
+        train_here(run)
+    assert name in str(error.value)
+    assert not (tmp_path / "mark").exists()
+
+
+def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path) -> None:
+    run = train_here(tmp_path / "run")
+    weights = newest(run).folder / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    assert newest(run).step == 45
+    train_here(run)
+    assert "passed over" in (run / "logs" / "rank-0.log").read_text()
+    assert newest(run).step == 90
+
+
+def test_a_smaller_rate_is_said_and_another_model_refused(tmp_path: Path) -> None:
+    run = train_here(tmp_path / "run", "epochs=1")
+    with pytest.raises(UserError, match=r"model\.hidden was \[16\] and is \[8\] now, which .* cannot go on with"):
+        train_here(run, "model.hidden=[8]")
+    train_here(run, "optimizer.lr=0.01", "epochs=3")
+    assert "optimizer.lr was 0.05 and is 0.01 now" in (run / "logs" / "rank-0.log").read_text()
+    assert newest(run).step == 135
+
+
+def test_weights_from_another_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    teacher = train_here(tmp_path / "teacher", "epochs=3")
+    tuned = train_here(tmp_path / "tuned", f"weights_from={teacher}", "epochs=1", "optimizer.lr=1e-6")
+    assert values(tuned, "val/accuracy")[-1] == pytest.approx(values(teacher, "val/accuracy")[-1], abs=0.01)
+    assert values(tuned, "lr")[0] < 1e-5
+    train_here(tmp_path / "wider", f"weights_from={teacher}", "epochs=1", "model.hidden=[16,16]")
+    printed = capsys.readouterr().out
+    assert re.search(r"1\.weight +│ loaded", printed)
+    assert re.search(r"5\.weight +│ not loaded: None in the file, \(10, 16\) in the model", printed)
+    with pytest.raises(UserError, match=r"not one tensor of .* fits the model"):
+        train_here(tmp_path / "other", f"weights_from={teacher}", "model.hidden=[7,7]")
+
+
+def test_training_ends_when_it_no_longer_improves(tmp_path: Path) -> None:
+    run = train_here(tmp_path / "run", "epochs=50", "patience=1", "optimizer.lr=1e-9")
+    assert newest(run).meta["epoch"] == 2
+    assert train_here(run, "epochs=50", "patience=1", "optimizer.lr=1e-9") == run
+    assert newest(run).meta["epoch"] == 2
+
+
+def test_a_model_folder_becomes_a_model_in_two_lines(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    train(compose_config("epochs=1", "model=cnn", "model.width=4", *QUICK), run)
+    folder = tmp_path / "model"
+    command = ["python", "-m", f"{load_model.__module__.split('.')[0]}.checkpoints"]
+    subprocess.run([*command, "export", str(run), "latest", str(folder)], check=True)
+    model = load_model(folder)
+    assert model(torch.zeros(2, 1, 8, 8)).shape == (2, 10)
+    description = json.loads((folder / "model.json").read_text())
+    description["model"]["_target_"] = "os.system"
+    (folder / "model.json").write_text(json.dumps(description))
+    with pytest.raises(UserError, match="damaged"):
+        load_model(folder)
+    (folder / "MANIFEST.json").unlink()
+    seal(folder)
+    with pytest.raises(UserError, match=r"names os\.system, which is not in"):
+        load_model(folder)
