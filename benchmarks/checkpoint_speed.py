@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 
@@ -64,7 +65,7 @@ def main() -> int:
             checkpoint = store.find(1)
             _forget(plain, *checkpoint.folder.iterdir())
             measure("plain read", lambda: _read(plain))
-            measure("verify", lambda found=checkpoint: store.check(found))
+            measure("verify", partial(store.check, checkpoint))
             measure("SHA-256", lambda: hashlib.sha256(data).digest())
             plain.unlink()
             shutil.rmtree(store.folder)

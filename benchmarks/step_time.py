@@ -66,7 +66,7 @@ def bare_loop(package: str, model_name: str, rank: int, size: int, wrap: str) ->
         rows = torch.tensor(next(plan))
         optimizer.zero_grad()
         loss = nn.functional.cross_entropy(model(inputs[rows]), labels[rows])
-        loss.backward()
+        torch.autograd.backward(loss)
         optimizer.step()
 
     return measure(step, lambda: float(loss.item()))
@@ -147,7 +147,7 @@ class Contest:
             self._output([*self.launcher, *command])
             lines = [json.loads(line) for line in Path(folder, "run", "metrics.jsonl").read_text().splitlines()]
             rates = [line["samples_per_s"] for line in lines if "samples_per_s" in line and line["step"] % WINDOW == 0]
-        return BATCH * self.ranks / statistics.median(rates[5:]) * 1000
+        return float(BATCH * self.ranks / statistics.median(rates[5:]) * 1000)
 
 
 def main() -> None:

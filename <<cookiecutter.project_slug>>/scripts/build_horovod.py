@@ -31,7 +31,7 @@ from pathlib import Path
 
 PYPROJECT = Path(__file__).resolve().parents[1] / "pyproject.toml"
 SDISTS = {"0.28.1": "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"}
-TOOLS = ["setuptools==80.*", "cmake==4.*", "ninja==1.*"]  # for the build; never put into the environment
+TOOLS = ["setuptools==80.*", "wheel==0.*", "cmake==4.*", "ninja==1.*"]  # for the build; never put into the environment
 NEEDS = ["cloudpickle", "packaging", "psutil", "pyyaml"]  # what the wheel requires, for its proof
 OLDEST = {"torch": (2, 7), "tensorflow": (2, 18)}  # the first whose wheels have the new C++ ABI
 GIB_PER_JOB = 1.5  # the largest compiler was seen to take 1.1
@@ -436,7 +436,8 @@ class Workshop:
         """What went wrong, with the first line of the output that tells of an error."""
         text = self.log.read_bytes()[offset:].decode(errors="replace")
         lines = [line.strip()[:300] for line in text.splitlines() if line.strip()] or ["no output"]
-        errors = [line for line in lines if re.search(r"\berror\b|Error\b", line, re.IGNORECASE)]
+        tells = re.compile(r"(?<!subprocess-exited-with-)(?i:error:|CMake Error)(?! subprocess-exited)")
+        errors = [line for line in lines if tells.search(line)]
         what = "did not end in time" if code is None else f"ended with exit code {code}"
         return f"{stage} {what}: {(errors or lines[-1:])[0]} (all of its output: {self.log})"
 

@@ -50,7 +50,7 @@ def environment() -> dict[str, str]:
     """This environment, with the interpreter's own folder first and the tests' modules importable."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     modules = os.pathsep.join([str(RANKS), str(RANKS.parent), os.environ.get("PYTHONPATH", "")])
-    return {**os.environ, "PATH": path, "PYTHONPATH": modules, "COLUMNS": "120"}
+    return {**os.environ, "PATH": path, "PYTHONPATH": modules}
 
 
 def start_job(ranks: int, folder: Path, *overrides: str) -> subprocess.Popen[str]:

@@ -14,6 +14,7 @@ from typing import Any
 import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
+from moto.server import ThreadedMotoServer
 from store_helpers import content, edit_manifest, flip_byte, names, publish
 
 from << cookiecutter.package_name >>.checkpoint import DamagedError, Store
@@ -44,8 +45,7 @@ fsspec.register_implementation("unreliable", Unreliable)
 @pytest.fixture(scope="session")
 def s3_server() -> Iterator[str]:
     """A real S3 server on this machine, reached by HTTP."""
-    pytest.importorskip("s3fs")
-    server = pytest.importorskip("moto.server").ThreadedMotoServer(port=0)
+    server = ThreadedMotoServer(port=0)
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
     server.start()
     host, port = server.get_host_and_port()
@@ -269,7 +269,6 @@ def test_addresses_are_checked_before_the_network(store: Store) -> None:
 
 
 def test_a_server_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("s3fs")
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test")

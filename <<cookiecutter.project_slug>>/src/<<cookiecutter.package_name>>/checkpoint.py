@@ -501,6 +501,8 @@ def _storage_errors(sentence: str, disk: Path | None = None) -> Iterator[None]:
         if not _is_storage(error, disk):
             raise
         reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+        if _is_full(disk):
+            reason = "No space left on device"  # what the libraries say is less clear
         raise StoreError(f"{sentence}: {reason}") from error
 
 
@@ -508,6 +510,10 @@ def _is_storage(error: Exception, disk: Path | None) -> bool:
     """Libraries hide a full disk in exceptions of their own, so look at their text and at the disk too."""
     if isinstance(error, OSError) or re.search(r"os error \d|No space left|file write failed", str(error)):
         return True
+    return _is_full(disk)
+
+
+def _is_full(disk: Path | None) -> bool:
     with suppress(OSError):
         return disk is not None and shutil.disk_usage(disk).free < 1024 * 1024
     return False
