@@ -436,7 +436,7 @@ class Workshop:
         """What went wrong, with the first line of the output that tells of an error."""
         text = self.log.read_bytes()[offset:].decode(errors="replace")
         lines = [line.strip()[:300] for line in text.splitlines() if line.strip()] or ["no output"]
-        tells = re.compile(r"(?<!subprocess-exited-with-)(?i:error:|CMake Error)(?! subprocess-exited)")
+        tells = re.compile(r"(?i:error:|CMake Error)(?! subprocess-exited)")
         errors = [line for line in lines if tells.search(line)]
         what = "did not end in time" if code is None else f"ended with exit code {code}"
         return f"{stage} {what}: {(errors or lines[-1:])[0]} (all of its output: {self.log})"

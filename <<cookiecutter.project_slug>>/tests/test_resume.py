@@ -7,6 +7,7 @@ import random
 import re
 import signal
 import subprocess
+import sys
 import time
 from collections import Counter
 from contextlib import suppress
@@ -17,8 +18,11 @@ import pytest
 import torch
 from conftest import Job
 from jobs import (
+    PACKAGE,
     RANKS,
+    ROOT,
     compose_config,
+    environment,
     mounted,
     read_lines,
     run_ranks,
@@ -99,6 +103,38 @@ def test_two_then_one_then_three_then_two_ranks(job: Job, tmp_path: Path, monkey
         assert len(seen) == 5 * 1438
     for name in ("train/loss", "val/loss", "lr"):
         assert values(tmp_path / "run", name) == pytest.approx(values(tmp_path / "whole", name), rel=1e-4)
+
+
+@pytest.mark.slow
+def test_a_signal_within_an_evaluation(job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The evaluation is left at once and made after the resume."""
+    data = ("data.source._target_=faulty.stops", "~data.source.validation_fraction", "data.evaluation_batch=2")
+    options = ("epochs=2", "tracking.tensorboard=false", *data)
+    assert job(2, *options, folder=tmp_path / "whole").returncode == 0
+    monkeypatch.setenv("FAULT", "1")
+    stopped = job(2, *options)
+    assert "error: stopped by a signal after step 23" in stopped.stdout
+    assert not values(tmp_path / "run", "val/loss")
+    monkeypatch.delenv("FAULT")
+    assert job(2, *options).returncode == 0
+    for name in ("train/loss", "val/loss"):
+        assert values(tmp_path / "run", name) == values(tmp_path / "whole", name)
+    assert hashes(newest(tmp_path / "run")) == hashes(newest(tmp_path / "whole"))
+
+
+@pytest.mark.slow
+def test_horovodrun_leaves_time_to_save(tmp_path: Path) -> None:
+    """horovodrun passes SIGTERM on and waits some seconds before it kills."""
+    launcher = ["horovodrun", "--gloo", "--network-interfaces", "lo", "-np", "2", sys.executable, "-m"]
+    command = [*launcher, f"{PACKAGE}.train", f"hydra.run.dir={tmp_path}/run", "epochs=100000", *QUICK]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    with subprocess.Popen(command, cwd=ROOT, env=environment(), text=True, **pipes) as process:  # type: ignore[call-overload]
+        wait_for_training(tmp_path / "run")
+        process.terminate()
+        output, _ = process.communicate(timeout=15)
+    stopped = re.search(r"stopped by a signal after step (\d+)", output)
+    assert stopped, output
+    assert newest(tmp_path / "run").step == int(stopped[1])
 
 
 @pytest.mark.slow

@@ -35,6 +35,16 @@ class Recorded(ArrayDataset):
         return super().fetch(indices, epoch)
 
 
+class Stops(ArrayDataset):
+    """Validation digits that ask for an end in the middle of the first evaluation, while FAULT is set."""
+
+    def fetch(self, indices: Indices, epoch: int) -> Samples:
+        if os.environ.get("FAULT") and launched_rank() == 1 and 250 in indices:
+            os.kill(os.getpid(), signal.SIGTERM)
+            del os.environ["FAULT"]
+        return super().fetch(indices, epoch)
+
+
 class NotANumber(ArrayDataset):
     """Digits, but one training batch of rank 1 is not a number."""
 
@@ -59,6 +69,13 @@ def fails_later() -> Splits:
 def recorded() -> Splits:
     """See Recorded."""
     return _with_training(Recorded)
+
+
+def stops() -> Splits:
+    """See Stops."""
+    splits = digits()
+    assert isinstance(splits.validation, ArrayDataset)
+    return Splits(splits.train, Stops(splits.validation.inputs, splits.validation.labels))
 
 
 def not_a_number() -> Splits:

@@ -75,6 +75,7 @@ class TorchEngine:
         self._clip_norm = math.inf if config.clip_norm is None else float(config.clip_norm)
         self._skip_bad_steps = config.on_nan == "skip"
         self._workers = int(config.data.workers)
+        self._copies = HostCopies(device)
         self._loss = torch.zeros((), dtype=torch.float64, device=device)
         self._count = 0
 
@@ -151,17 +152,21 @@ class TorchEngine:
             "numpy": [np.asarray(key).tolist(), *position],
             "torch": torch.get_rng_state(),
             "cuda": torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None,
-            "buffers": _to_host(dict(self.model.named_buffers())),
+            "buffers": {name: buffer.cpu().clone() for name, buffer in self.model.named_buffers()},
             "sums": (self._loss.item(), self._count),
         }
 
     def snapshot(self, rank_states: list[dict[str, Any]]) -> Callable[[Path], None]:
         """Copy weights, optimizer and scaler to the host; the weights get the ranks' mean statistics."""
-        weights = _to_host(dict(self.model.named_parameters()))
+        weights = self._copies.take("weights", dict(self.model.named_parameters()))
         weights |= _mean_buffers([state["buffers"] for state in rank_states])
         if not all(tensor.isfinite().all() for tensor in weights.values() if tensor.is_floating_point()):
             raise UserError("the weights are not finite and were not saved: lower optimizer.lr or set clip_norm")
-        training = {"optimizer": _to_host(self.optimizer.state_dict()), "scaler": self._scaler.state_dict()}
+        training = {
+            "optimizer": self._copies.take("optimizer", self.optimizer.state_dict()),
+            "scaler": self._scaler.state_dict(),
+        }
+        self._copies.wait()
 
         def write(folder: Path) -> None:
             save_file({name: tensor.contiguous() for name, tensor in weights.items()}, folder / "model.safetensors")
@@ -260,6 +265,35 @@ class TorchEngine:
                 buffer.copy_(value)
 
 
+class HostCopies:
+    """Copies of tensors in host memory that is kept and used again: fresh memory costs more than the copying."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._kept: dict[str, Tensor] = {}
+
+    def take(self, name: str, state: Any) -> Any:
+        """A copy of nested dicts and lists in which every tensor is a copy, whole after wait()."""
+        if isinstance(state, dict):
+            return {key: self.take(f"{name}.{key}", value) for key, value in state.items()}
+        if isinstance(state, list):
+            return [self.take(f"{name}.{index}", value) for index, value in enumerate(state)]
+        return self._copy(name, state.detach()) if isinstance(state, Tensor) else state
+
+    def _copy(self, name: str, tensor: Tensor) -> Tensor:
+        kept = self._kept.get(name)
+        if kept is None or kept.shape != tensor.shape or kept.dtype != tensor.dtype:
+            # Pinned memory lets the GPU copy by itself.
+            kept = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self._device.type == "cuda")
+            self._kept[name] = kept
+        return kept.copy_(tensor, non_blocking=True)
+
+    def wait(self) -> None:
+        """Wait for the copies that a GPU still makes."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+
 def _seed(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed % 2**32)
@@ -350,17 +384,6 @@ def _mean_buffers(ranks: list[dict[str, Tensor]]) -> dict[str, Tensor]:
         name: torch.stack([rank[name] for rank in ranks]).mean(dim=0) if own.is_floating_point() else own.clone()
         for name, own in ranks[0].items()
     }
-
-
-def _to_host(state: Any) -> Any:
-    """A copy of nested dicts and lists in which every tensor is a host copy."""
-    if isinstance(state, Tensor):
-        return state.detach().cpu().clone()
-    if isinstance(state, dict):
-        return {key: _to_host(value) for key, value in state.items()}
-    if isinstance(state, list):
-        return [_to_host(value) for value in state]
-    return state
 
 
 def _shape(tensors: dict[str, Tensor], name: str) -> tuple[int, ...] | None:
