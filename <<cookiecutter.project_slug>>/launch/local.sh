@@ -30,6 +30,8 @@ if grep --quiet libmpi.so "$horovod"/*/mpi_lib*.so && mpirun --version 2>/dev/nu
     # Binding would put all threads of a rank on one core; a rank that waits must not take a core
     # from one that works; containers forbid the single copy between processes.
     options=(--bind-to none --mca mpi_yield_when_idle 1 --mca btl_vader_single_copy_mechanism none)
+    # The terminal that mpirun gives rank 0 has no width; with this one's it shows a progress bar.
+    if [[ -t 1 ]]; then COLUMNS=$(tput cols) && export COLUMNS; fi
     if [[ $EUID -eq 0 ]]; then options+=(--allow-run-as-root); fi
     # mpirun gives rank 0 a terminal of its own even if its output goes to a file.
     if [[ ! -t 1 ]]; then export TTY_COMPATIBLE=0; fi

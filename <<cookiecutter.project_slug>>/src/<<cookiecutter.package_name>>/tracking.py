@@ -132,10 +132,8 @@ def _progress_bar(console: Console) -> Progress:
     return Progress(*columns, TimeRemainingColumn(), console=console)
 
 
-def show_table(title: str, rows: Mapping[str, str], writes: bool = True) -> None:
-    """Print names and values on the writing rank."""
-    if not writes:
-        return
+def show_table(title: str, rows: Mapping[str, str]) -> None:
+    """Print names and values."""
     table = Table(title=title, show_header=False)
     for name, value in rows.items():
         table.add_row(name, value)

@@ -49,7 +49,8 @@ def train(config: DictConfig, folder: Path) -> State:
             resume.restore(run.communicator, run.engine, start, state)
         elif config.weights_from is not None:
             report = resume.load_weights(run.communicator, run.engine, run.store, config.weights_from)
-            show_table("weights", report, run.communicator.writes)
+            if run.communicator.writes:
+                show_table("weights", report)
         return fit(run, state)
 
 
