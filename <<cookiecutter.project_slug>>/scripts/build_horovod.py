@@ -102,6 +102,8 @@ NEEDED = (  # or it does not compile, or does not run
     Edit("horovod/common/common.h", "gcc >= 13", r"^#include <string>$", "#include <stdexcept>\n\\g<0>"),
     Edit("horovod/common/group_table.h", "gcc >= 13", r"^#include <queue>$", "\\g<0>\n#include <string>"),
     Edit("horovod/common/ops/cuda/CMakeLists.txt", "nvcc with gcc >= 14", r"STANDARD 11\)", "STANDARD 17)"),
+    Edit("horovod/common/gloo/gloo_controller.cc", "an empty list of ranks: over Gloo no stalled rank is ever noticed",
+         r"global_ranks_\.reserve\(size_\)", "global_ranks_.resize(size_)"),
     Edit("setup.py", "nothing in it imports cffi", r"require_list\.append\('cffi>=1\.4\.0'\)", "pass"),
 )
 QUICK = (  # and small, at the same optimisation level
@@ -404,7 +406,8 @@ def check_means(jobs: int | None) -> int:
         raise Refusal(f"Too little memory: {free:.1f} GiB are free and one compiler takes {GIB_PER_JOB}; free some.")
     if not util.find_spec("pip"):
         raise Refusal(f"No pip: {sys.executable} has none; install it ({sys.executable} -m ensurepip).")
-    return max(1, int(min(jobs or len(os.sched_getaffinity(0)), free / GIB_PER_JOB)))
+    few = len(os.sched_getaffinity(0)) + 2  # units are few and long: some more at once keep the last core busy
+    return int(min(jobs or few, free / GIB_PER_JOB))
 
 
 # The build

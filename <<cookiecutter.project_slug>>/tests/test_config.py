@@ -81,6 +81,7 @@ def test_every_rule_is_of_an_option_that_exists_and_passes(option: str) -> None:
         ("precision=fp8", "precision=fp8 must be one of fp32, bf16, fp16"),
         ("epochs=0", "epochs=0 must be a whole number of at least 1"),
         ("epochs=2.5", "epochs=2.5 must be a whole number of at least 1"),
+        ("epochs=null", "epochs=null must be a whole number of at least 1"),
         ("epochs=true", "epochs=True must be a whole number of at least 1"),
         ("optimizer.lr=fast", "optimizer.lr=fast must be a number of at least 1e-12"),
         ("label_smoothing=2", "label_smoothing=2 must be a number from 0 to 1"),
@@ -103,6 +104,7 @@ def test_a_value_outside_its_rule_is_refused(override: str, sentence: str) -> No
         (["data=npy", "data.shape=[1]", "data.classes=2"], "option 'data.source.inputs' has no value"),
         (["model.hidden=wide"], "Error in call to target"),
         (["sync_batch_norm=true", "model=cnn"], "sync_batch_norm=true needs GPUs"),
+        (["resume=null"], "there is no checkpoint 'None'"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(overrides: list[str], sentence: str, tmp_path: Path) -> None:

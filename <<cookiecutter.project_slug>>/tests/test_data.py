@@ -15,12 +15,12 @@ from << cookiecutter.package_name >>.errors import UserError
 def images(tmp_path: Path) -> Path:
     """Two classes of small pictures: dark cats in JPEG, bright dogs in PNG, of several shapes and modes."""
     for part in ("train", "val"):
-        for name, shade, suffix, mode in (("cat", 40, "jpg", "L"), ("dog", 220, "png", "RGBA")):
+        for name, shade, suffix, mode in (("cat [1]", 40, "jpg", "L"), ("dog", 220, "png", "RGBA")):
             folder = tmp_path / part / name
             folder.mkdir(parents=True)
             for index in range(3):
                 Image.new(mode, (40 + 10 * index, 60), (shade,) * len(mode)).save(folder / f"{index}.{suffix}")
-    (tmp_path / "train" / "cat" / "notes.txt").write_text("not an image")
+    (tmp_path / "train" / "cat [1]" / "notes.txt").write_text("not an image")
     return tmp_path
 
 
@@ -58,7 +58,7 @@ def test_synthetic_is_the_same_for_every_rank() -> None:
 def test_npy_rows_come_in_the_order_asked_for(tmp_path: Path) -> None:
     np.save(tmp_path / "x.npy", np.arange(50, dtype=np.float32)[:, None] * [1, 10])
     np.save(tmp_path / "y.npy", np.arange(50, dtype=np.int32))
-    train = npy(str(tmp_path / "x.npy"), str(tmp_path / "y.npy"), validation_fraction=0.2).train
+    train = npy(str(tmp_path / "x.npy"), str(tmp_path / "y.npy"), classes=50, validation_fraction=0.2).train
     inputs, labels = train.fetch(np.array([7, 2, 30]), 0)
     assert np.array_equal(inputs[:, 0], labels)
     assert list(labels) == [int(train.fetch(np.array([i]), 0)[1][0]) for i in (7, 2, 30)]
@@ -69,15 +69,22 @@ def test_npy_of_different_lengths_is_refused(tmp_path: Path) -> None:
     np.save(tmp_path / "x.npy", np.zeros((5, 2)))
     np.save(tmp_path / "y.npy", np.zeros(4))
     with pytest.raises(UserError, match=r"x\.npy has 5 rows but .*y\.npy has 4"):
-        npy(str(tmp_path / "x.npy"), str(tmp_path / "y.npy"))
+        npy(str(tmp_path / "x.npy"), str(tmp_path / "y.npy"), classes=1)
+
+
+def test_npy_labels_beyond_the_classes_are_refused(tmp_path: Path) -> None:
+    np.save(tmp_path / "x.npy", np.zeros((5, 2), np.float32))
+    np.save(tmp_path / "y.npy", np.arange(5))
+    with pytest.raises(UserError, match=r"labels from 0 to 4: data\.classes=4 allows 0 to 3"):
+        npy(str(tmp_path / "x.npy"), str(tmp_path / "y.npy"), classes=4)
 
 
 def test_npy_that_would_run_code_is_refused(tmp_path: Path) -> None:
     np.save(tmp_path / "x.npy", np.array([{"a": 1}], dtype=object), allow_pickle=True)
     with pytest.raises(UserError, match=r"x\.npy cannot be read as a \.npy array"):
-        npy(str(tmp_path / "x.npy"), str(tmp_path / "x.npy"))
+        npy(str(tmp_path / "x.npy"), str(tmp_path / "x.npy"), classes=1)
     with pytest.raises(UserError, match=r"none\.npy cannot be read"):
-        npy(str(tmp_path / "none.npy"), str(tmp_path / "x.npy"))
+        npy(str(tmp_path / "none.npy"), str(tmp_path / "x.npy"), classes=1)
 
 
 def test_images_are_decoded_with_their_class(images: Path) -> None:
@@ -92,7 +99,7 @@ def test_images_are_decoded_with_their_class(images: Path) -> None:
 
 def test_augmentation_depends_on_epoch_and_index_alone(images: Path) -> None:
     stripes = np.arange(60, dtype=np.uint8)[:, None, None] * np.ones((1, 60, 3), np.uint8) * 4
-    Image.fromarray(stripes).save(images / "train" / "cat" / "0.jpg")
+    Image.fromarray(stripes).save(images / "train" / "cat [1]" / "0.jpg")
     train = open_images(images).train
     alone, together = train.fetch(np.array([0]), 1)[0], train.fetch(np.array([4, 0]), 1)[0]
     assert np.array_equal(alone[0], together[1])

@@ -5,6 +5,7 @@ import os
 import pickle
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -144,6 +145,30 @@ def test_the_usual_recipe_leaves_the_ranks_apart() -> None:
     assert "the ranks differ" in result.stdout, result.stdout + result.stderr
 
 
+def test_from_a_named_step_it_ends_with_the_same_bits(tmp_path: Path) -> None:
+    """Dropout draws random numbers in every step; the optimizer's options are the config's, not the file's."""
+    options = ("model.dropout=0.2", "checkpoint.every_steps=20", "checkpoint.keep_last=9")
+    run = train_here(tmp_path / "run", *options)
+    whole = hashes(newest(run))
+    train_here(run, *options, "resume=20")
+    assert newest(run).name == "step-00000090.1"
+    assert hashes(newest(run)) == whole
+    count = len(Store(run / "checkpoints").checkpoints())
+    train_here(run, *options)
+    assert len(Store(run / "checkpoints").checkpoints()) == count  # nothing happened, so nothing was saved
+    train_here(run, *options, "resume=20", "optimizer.weight_decay=0.5")
+    assert hashes(newest(run)) != whole
+
+
+def test_a_last_checkpoint_that_fails_fails_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = train_here(tmp_path / "run", "epochs=1")
+    with mounted(tmp_path / "small", "2m") as disk:
+        shutil.copytree(run, disk / "run")
+        (disk / "filler").write_bytes(bytes(shutil.disk_usage(disk).free - 8000))
+        with pytest.raises(UserError, match="could not be saved"):
+            train_here(disk / "run")
+
+
 def test_an_asynchronous_checkpoint_is_the_synchronous_one(tmp_path: Path) -> None:
     for name in ("true", "false"):
         train_here(tmp_path / name, f"checkpoint.asynchronous={name}", "checkpoint.every_steps=7")
@@ -236,7 +261,7 @@ def test_weights_from_another_run(tmp_path: Path, capsys: pytest.CaptureFixture[
     train_here(tmp_path / "wider", f"weights_from={teacher}", "epochs=1", "model.hidden=[16,16]")
     printed = capsys.readouterr().out
     assert re.search(r"1\.weight +│ loaded", printed)
-    assert re.search(r"5\.weight +│ not loaded: None in the file, \(10, 16\) in the model", printed)
+    assert re.search(r"7\.weight +│ not loaded: None in the file, \(10, 16\) in the model", printed)
     with pytest.raises(UserError, match=r"not one tensor of .* fits the model"):
         train_here(tmp_path / "other", f"weights_from={teacher}", "model.hidden=[7,7]")
 
@@ -257,11 +282,21 @@ def test_a_model_folder_becomes_a_model_in_two_lines(tmp_path: Path) -> None:
     model = load_model(folder)
     assert model(torch.zeros(2, 1, 8, 8)).shape == (2, 10)
     description = json.loads((folder / "model.json").read_text())
-    description["model"]["_target_"] = "os.system"
-    (folder / "model.json").write_text(json.dumps(description))
+    module = load_model.__module__
+    for target in ("os.system", f"{module}.Path.write_text", f"{module}.load_into", "torch.hub.load"):
+        description["model"]["_target_"] = target
+        with pytest.raises(UserError, match=rf"names {re.escape(target)}, which is not in"):
+            load_model(resealed(folder, description))
+    description["model"] = {"_target_": f"{module}.cnn", "shape": [8, 8, 1], "classes": {"_target_": "numpy.load"}}
+    with pytest.raises(UserError, match="does not fit its architecture"):
+        load_model(resealed(folder, description))
+    (folder / "model.json").write_text("{}")
     with pytest.raises(UserError, match="damaged"):
         load_model(folder)
+
+
+def resealed(folder: Path, description: dict[str, Any]) -> Path:
+    (folder / "model.json").write_text(json.dumps(description))
     (folder / "MANIFEST.json").unlink()
     seal(folder)
-    with pytest.raises(UserError, match=r"names os\.system, which is not in"):
-        load_model(folder)
+    return folder

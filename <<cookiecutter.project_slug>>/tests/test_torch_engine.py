@@ -133,6 +133,14 @@ def test_a_bad_step_is_skipped_or_seen(communicator: Communicator, poison: Itera
     assert engine.train_sums().count == 4
 
 
+def test_a_skipped_step_leaves_batch_norm_as_it_was(communicator: Communicator, poison: Iterator[torch.Tensor]) -> None:
+    engine, splits = make(communicator, "on_nan=skip")
+    before = [buffer.clone() for buffer in engine.model.buffers()]
+    share = Sampler(len(splits.train), global_batch=4).share(Position())
+    engine.train_step(share, [(next(poison), torch.arange(4))], RATE)
+    assert all(torch.equal(now, then) for now, then in zip(engine.model.buffers(), before, strict=True))
+
+
 def test_a_poisoned_model_is_never_saved(communicator: Communicator) -> None:
     engine, splits = make(communicator)
     share = Sampler(len(splits.train), global_batch=4).share(Position())

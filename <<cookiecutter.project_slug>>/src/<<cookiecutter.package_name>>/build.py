@@ -10,6 +10,7 @@ from omegaconf import DictConfig
 from .checkpoint import Store
 from .data import Splits, check_samples
 from .distributed import Communicator
+from .errors import UserError
 from .loop import Cadence
 from .sampler import Sampler
 from .schedule import Schedule, scaling_factor
@@ -48,8 +49,12 @@ def fresh_state(config: DictConfig, splits: Splits, communicator: Communicator) 
 
 
 def open_sampler(config: DictConfig, communicator: Communicator, state: State) -> Sampler:
-    """The plan of the whole run for this rank."""
-    return Sampler(
+    """The plan of the whole run for this rank.
+
+    Raises:
+        UserError: if a rank would have no work, or none in a pass in which batch-norm waits for it.
+    """
+    sampler = Sampler(
         samples=state.samples,
         global_batch=state.global_batch,
         rank=communicator.rank,
@@ -58,6 +63,12 @@ def open_sampler(config: DictConfig, communicator: Communicator, state: State) -
         seed=config.seed,
         distribution=config.data.distribution,
     )
+    if config.sync_batch_norm and (sampler.shortest_pass == 0 or config.data.get("on_error") == "skip"):
+        raise UserError(
+            "sync_batch_norm=true needs a sample on every rank in every pass: choose data.global_batch so that the"
+            " last batch of an epoch is long enough, and data.on_error=fail"
+        )
+    return sampler
 
 
 def open_schedule(config: DictConfig, state: State) -> Schedule:

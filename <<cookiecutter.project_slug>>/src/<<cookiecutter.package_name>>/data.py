@@ -112,14 +112,17 @@ class NpyDataset:
         return _map(self.inputs)[rows][back], _map(self.labels)[rows][back].astype(np.int64)
 
 
-def npy(inputs: str, labels: str, validation_fraction: float = 0.1, seed: int = 0) -> Splits:
-    """A pair of .npy files of equal length: inputs (n, *shape), uint8 or float, and integer labels (n,)."""
+def npy(inputs: str, labels: str, classes: int, validation_fraction: float = 0.1, seed: int = 0) -> Splits:
+    """A pair of .npy files of equal length: inputs (n, *shape), uint8 or float32, and labels (n,) under `classes`."""
     files = Path(inputs), Path(labels)
     lengths = tuple(len(_map(file)) for file in files)
     if lengths[0] != lengths[1]:
         raise UserError(
             f"{inputs} has {lengths[0]} rows but {labels} has {lengths[1]}: each input needs exactly one label"
         )
+    low, high = int(_map(files[1]).min(initial=0)), int(_map(files[1]).max(initial=0))
+    if low < 0 or high >= classes:
+        raise UserError(f"{labels} has labels from {low} to {high}: data.classes={classes} allows 0 to {classes - 1}")
     train, validation = hold_out(lengths[0], validation_fraction, seed)
     return Splits(NpyDataset(*files, train), NpyDataset(*files, validation))
 
@@ -138,7 +141,7 @@ class ImageFolder:
 
     Training images are cropped at random (Szegedy et al. 2015, arXiv:1409.4842: 8 to 100 % of the area) and
     mirrored by half; what falls to an image depends on (seed, epoch, index) alone. Validation images are resized
-    by their shorter side and cut from the centre.
+    by their shorter side and cut from the centre. An image that is skipped counts as one whose gradient is zero.
     """
 
     files: tuple[str, ...]
@@ -237,7 +240,8 @@ def _class_names(folder: Path) -> list[str]:
 def _list_images(folder: Path, names: list[str]) -> tuple[tuple[str, ...], Array]:
     files, labels = [], []
     for label, name in enumerate(names):
-        found = sorted(str(file) for file in folder.glob(f"{name}/*") if file.suffix.lower() in IMAGE_SUFFIXES)
+        inside = (folder / name).iterdir() if (folder / name).is_dir() else ()
+        found = sorted(str(file) for file in inside if file.suffix.lower() in IMAGE_SUFFIXES)
         files += found
         labels += [label] * len(found)
     if not files:

@@ -10,6 +10,7 @@ import logging
 import os
 import socket
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -17,6 +18,8 @@ from .errors import UserError, user_sentence
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+
+ASK_AGAIN_S = 10.0
 
 # What each launcher says about a process, in the order in which one launcher may run inside another.
 RANK_VARIABLES = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
@@ -90,7 +93,15 @@ class Communicator:
             UserError: agreed by all ranks, if the failure is the user's to mend.
             RuntimeError: on all ranks, for any other failure.
         """
-        result, report = self.broadcast(_attempt(step) if self.writes else (None, None), name)
+        if self.size == 1:
+            return step()
+        work = ThreadPoolExecutor(1).submit(_attempt, step) if self.writes else None
+        while True:  # the others ask now and then: to wait in one collective for long would look like a stall
+            done = work is not None and bool(wait([work], ASK_AGAIN_S).done)
+            answer = self.broadcast(work.result() if work and done else None, name)
+            if answer is not None:
+                break
+        result, report = answer
         if report:
             _raise(report.sentence, [report])
         return result  # type: ignore[return-value]

@@ -70,7 +70,7 @@ def _end(sentence: str, code: int, *, silent: bool = False) -> NoReturn:
 
 def _failure_sentence(error: Exception) -> str:
     if type(error).__name__ == "HorovodInternalError":
-        return "stopped because another rank is gone; its own message says why"
+        return f"stopped because another rank is gone, or did not come to a collective in time ({error})"
     return f"{type(error).__name__}: {error}"
 
 

@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from .build import open_data
 from .checkpoint import Store
 from .distributed import launched_rank, open_communicator
-from .engine import open_engine
+from .engine import Engine, open_engine
 from .errors import UserError, end_well
 from .loop import evaluate
 from .options import check_options
@@ -45,7 +45,7 @@ def evaluate_run(run: Path, which: str, changes: list[str]) -> dict[str, float |
     engine = open_engine(config, communicator)
     store = Store(run / "checkpoints")
     folder = communicator.on_writer(lambda: _find(store, which), "checkpoint")
-    communicator.together(lambda: engine.restore(folder, None), "restore")
+    communicator.together(lambda: _load(engine, folder), "weights")
     return {"checkpoint": str(folder), **evaluate(communicator, engine, splits, config.data.evaluation_batch)}
 
 
@@ -55,13 +55,19 @@ def _find(store: Store, which: str) -> Path:
     return checkpoint.folder
 
 
+def _load(engine: Engine, folder: Path) -> None:
+    misfits = [f"{name} {what}" for name, what in engine.load_weights(folder).items() if what != "loaded"]
+    if misfits:
+        raise UserError(f"{folder} is of another model: {misfits[0]}; evaluate it with the options it was made with")
+
+
 def main() -> None:
     """Read the command line and print one line of JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, help="the run's folder")
     parser.add_argument("--checkpoint", default="best", help="best, latest, a step, a tag or a folder")
     parser.add_argument("changes", nargs="*", help="options that differ from the run's")
-    options = parser.parse_args()
+    options = parser.parse_intermixed_args()
     result = evaluate_run(options.run, options.checkpoint, options.changes)
     if launched_rank() == 0:
         print(json.dumps(result))

@@ -5,6 +5,7 @@ No framework in it: the sampler plans, the engine steps, the saver saves, the tr
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -20,6 +21,8 @@ from .sampler import Indices, Sampler, Share, evaluation_batches
 from .schedule import Schedule
 from .state import State
 from .tracking import Tracker
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,8 @@ class Loop:
             state = self._end_epoch(state)  # it was stopped between the last step and the evaluation
         if not self.cadence.is_over(state):
             state = self._train(state)
+        if not state.metrics:
+            state = self._evaluate(state)
         self.save(state)
         self._check_weights()
         return state
@@ -105,7 +110,8 @@ class Loop:
     def _leave(self, state: State) -> NoReturn:
         self.save(state)
         raise Preempted(
-            f"stopped by a signal after step {state.step}: the same command goes on from there", agreed=True
+            f"stopped by a signal after step {state.step}: start it again to go on from there (resume=auto)",
+            agreed=True,
         )
 
     def _check_weights(self) -> None:
@@ -124,7 +130,10 @@ class Loop:
     def _log_training(self, state: State, learning_rate: float, window: _Window) -> None:
         """Look at the loss of the steps since the last look; stops all ranks if it is not a number."""
         sums = add_up(self.communicator, self.engine.train_sums(), "train")
-        if not (sums.count and math.isfinite(sums.loss)):
+        if not sums.count:
+            log.warning(f"no step from {window.first + 1} to {state.step} was taken: each had a bad sample")
+            return
+        if not math.isfinite(sums.loss):
             raise UserError(
                 f"the loss is not finite between steps {window.first + 1} and {state.step}: lower optimizer.lr,"
                 " set clip_norm, look at the data, or step over single bad batches with on_nan=skip",

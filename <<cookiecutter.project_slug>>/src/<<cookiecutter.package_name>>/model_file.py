@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ def export_model(checkpoint: Path, folder: Path) -> None:
         raise UserError(f"{folder} exists: name a new folder for the model")
     if not weights or not (checkpoint / "config.yaml").exists():
         raise UserError(f"{checkpoint} has no {' or '.join(WEIGHTS)} with a config.yaml: export another checkpoint")
-    config: Any = OmegaConf.to_container(OmegaConf.load(checkpoint / "config.yaml"), resolve=True)
+    config: Any = OmegaConf.to_container(OmegaConf.load(checkpoint / "config.yaml"))
     inputs = {key: config["data"][key] for key in ("shape", "classes", "normalize")}
     description = {"format": FORMAT, "engine": config["engine"], "model": config["model"], "data": inputs}
     folder.mkdir(parents=True)
@@ -39,26 +40,48 @@ def export_model(checkpoint: Path, folder: Path) -> None:
     manifest.seal(folder)
 
 
-def read_description(folder: Path, trusted: Sequence[str]) -> dict[str, Any]:
-    """What model.json says, once the whole folder is verified.
+def build_model(folder: Path, trusted: Sequence[str]) -> Any:
+    """The architecture that model.json names, with initial weights, once the whole folder is verified.
 
     Args:
         folder: A model folder.
-        trusted: Packages whose functions and classes the file may name as the architecture. Naming is all that it
-            can do, but a name from anywhere could be that of a function which does harm.
+        trusted: Packages whose own functions and classes the file may name. It can do no more than name one and give
+            it plain values, but one from anywhere could do harm.
 
     Raises:
-        UserError: if the folder is damaged, of a newer format, or names an architecture from elsewhere.
+        UserError: if the folder is damaged, of a newer format, or names what is not an architecture of `trusted`.
     """
+    description = _read(folder)
+    arguments = dict(description["model"])
+    make = _find(folder, str(arguments.pop("_target_")), trusted)
+    try:
+        return make(**arguments)
+    except Exception as error:
+        raise UserError(f"{folder / DESCRIPTION} does not fit its architecture ({error}): export it again") from error
+
+
+def _find(folder: Path, name: str, trusted: Sequence[str]) -> Callable[..., Any]:
+    """A function or class that is defined, not only imported, in a trusted package."""
+    from hydra.utils import get_object
+
+    found: Any = None
+    if name.startswith(tuple(f"{package}." for package in trusted)):
+        with suppress(Exception):
+            found = get_object(name)
+    home = f"{getattr(found, '__module__', '')}."
+    if not callable(found) or not home.startswith(tuple(f"{package}." for package in trusted)):
+        raise UserError(f"model {folder} names {name}, which is not in {', '.join(trusted)}: trust its package first")
+    return found  # type: ignore[no-any-return]
+
+
+def _read(folder: Path) -> dict[str, Any]:
     if problems := manifest.verify(folder):
         raise UserError(f"model {folder} is damaged ({'; '.join(problems)}): export it again")
     try:
         description: dict[str, Any] = json.loads((folder / DESCRIPTION).read_text(encoding="utf-8"))
-        version, target = description["format"], str(description["model"]["_target_"])
+        version, _ = description["format"], description["model"]["_target_"]
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"{folder / DESCRIPTION} does not describe a model ({error}): export it again") from error
     if version > FORMAT:
         raise UserError(f"model {folder} has format {version} and this program reads up to {FORMAT}: update it")
-    if not any(target.startswith(f"{package}.") for package in trusted):
-        raise UserError(f"model {folder} names {target}, which is not in {', '.join(trusted)}: trust its package first")
     return description

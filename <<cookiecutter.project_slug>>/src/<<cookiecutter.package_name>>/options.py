@@ -99,13 +99,30 @@ RULES: dict[str, Number | OneOf] = {
 }
 
 
+NULLABLE = {
+    "clip_norm",
+    "patience",
+    "data.global_batch",
+    "checkpoint.every_steps",
+    "horovod.groups",
+    "horovod.fusion_threshold_mb",
+    "horovod.cycle_time_ms",
+    "horovod.cache_capacity",
+    "horovod.autotune",
+}
+ABSENT = object()  # an option that the chosen config groups do not have
+
+
 def check_options(config: DictConfig) -> None:
-    """Check every option that has a rule; null passes where the config's own default is null.
+    """Check every option that has a rule.
 
     Raises:
         UserError: for the first option that breaks its rule, the same on every rank.
     """
     for option, rule in RULES.items():
-        value = OmegaConf.select(config, option, throw_on_missing=True)
-        if value is not None and not rule.accepts(value):
-            raise UserError(f"{option}={value} must be {rule}", agreed=True)
+        value = OmegaConf.select(config, option, throw_on_missing=True, default=ABSENT)
+        if value is ABSENT or (value is None and option in NULLABLE):
+            continue
+        if not rule.accepts(value):
+            shown = "null" if value is None else value
+            raise UserError(f"{option}={shown} must be {rule}", agreed=True)

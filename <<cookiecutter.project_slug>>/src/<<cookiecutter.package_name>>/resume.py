@@ -60,7 +60,7 @@ def find_start(store: Store, which: str) -> Path | None:
     return found.folder
 
 
-def plan_from(folder: Path | None, fresh: State, wanted_batch: int | None) -> State:
+def plan_from(folder: Path, fresh: State, wanted_batch: int | None) -> State:
     """The state to start from; `wanted_batch` is the config's global batch, if it names one.
 
     A run that names none keeps its global batch when the number of ranks changes.
@@ -68,8 +68,6 @@ def plan_from(folder: Path | None, fresh: State, wanted_batch: int | None) -> St
     Raises:
         UserError: if the checkpoint belongs to other training data.
     """
-    if folder is None:
-        return fresh
     saved = read_state(folder)
     if saved.samples != fresh.samples:
         raise UserError(

@@ -81,6 +81,12 @@ class Sampler:
         """Optimizer steps in one epoch, the last of which may be short."""
         return -(-self.samples // self.stride)
 
+    @property
+    def shortest_pass(self) -> int:
+        """Samples in the smallest pass of any rank and step."""
+        last = self.samples - (self.steps_per_epoch - 1) * self.stride
+        return (last if self.distribution == "replicate" else last // self.size) // self.accumulation
+
     def progress(self, position: Position) -> float:
         """Epochs done, as a fraction: what the learning rate's schedule is a function of."""
         return position.epoch + position.offset / self.samples

@@ -35,19 +35,23 @@ class RunSaver:
         self._saver = saver
         self._mirror = mirror
         self._config = config
-        self._saved: State | None = None
+        self._saved: tuple[int, int] | None = None
         self._described = describe(config) if communicator.writes else {}
 
     def __call__(self, state: State) -> None:
         """Save, unless nothing has happened since the last save; returns as soon as training may go on."""
-        if state == self._saved:
+        if self._saved == (state.step, state.ended):
             return
         ranks = self._communicator.gather(self._engine.rank_state(), "rank_state")
         meta = self._described | _measured(state)
         self._communicator.on_writer(
             lambda: self._saver.save(state.step, lambda: self._snapshot(ranks, state), meta), "save"
         )
-        self._saved = state
+        self.has(state)
+
+    def has(self, state: State) -> None:
+        """Take note that there is a checkpoint of this state."""
+        self._saved = (state.step, state.ended)
 
     def close(self, mirror_timeout: float = 600.0) -> None:
         """Wait until the last checkpoint is durable; fails on all ranks if it is not.

@@ -36,6 +36,7 @@ class Saver:
         self._published = published
         self._failures = 0
         self._error: Exception | None = None
+        self._failed: tuple[int, Writer, Mapping[str, object]] | None = None
         self._thread: Thread | None = None
 
     def save(self, step: int, snapshot: Callable[[], Writer], meta: Mapping[str, object]) -> None:
@@ -74,14 +75,23 @@ class Saver:
             raise error
 
     def close(self) -> None:
-        """Wait for the save in flight and raise what it raised; may be called twice."""
+        """Wait for the save in flight; if the last one failed for the disk's sake, try it once more.
+
+        Raises:
+            StoreError: if the last save failed, so that nobody takes the run for saved.
+            Exception: what wait() raises.
+        """
         self.wait()
+        if self._failed:
+            self._max_failures = 1
+            self._publish(*self._failed)
+            self.wait()
 
     def _publish(self, step: int, write: Writer, meta: Mapping[str, object]) -> None:
         began = time.perf_counter()
         try:
             checkpoint = self._store.publish(step, write, meta)
-            self._failures = 0
+            self._failures, self._failed = 0, None
             seconds = time.perf_counter() - began
             megabytes = checkpoint.size / 1e6
             log.info("%s: %.1f MB in %.2f s, %.0f MB/s", checkpoint.name, megabytes, seconds, megabytes / seconds)
@@ -89,6 +99,7 @@ class Saver:
                 self._published(checkpoint)
         except StoreError as error:
             self._failures += 1
+            self._failed = (step, write, meta)
             log.warning("%s (failure %d of %d in a row)", error, self._failures, self._max_failures)
             if self._failures >= self._max_failures:
                 self._error = error

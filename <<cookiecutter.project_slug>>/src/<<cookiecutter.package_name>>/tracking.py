@@ -119,6 +119,8 @@ class _Lines:
                 log.warning(f"{self._file.name} has to wait for space ({error.strerror}): the training goes on")
 
     def close(self) -> None:
+        if self._waiting:
+            log.warning(f"{self._file.name} lacks its last lines: there was no space for them")
         self._file.close()
 
 

@@ -17,10 +17,10 @@ from .checkpoint import Store
 from .data import Splits
 from .distributed import Communicator, launched_rank, open_communicator
 from .engine import Engine, open_engine
-from .errors import end_well
+from .errors import UserError, end_well
 from .loop import Loop
 from .options import check_options
-from .preemption import Preempted, Preemption
+from .preemption import Preemption
 from .save import open_saver
 from .state import State
 from .tracking import Tracker, open_log, show_table
@@ -48,10 +48,10 @@ def train(config: DictConfig, folder: Path) -> State:
         if start is not None:
             resume.restore(run.communicator, run.engine, start, state)
         elif config.weights_from is not None:
-            report = resume.load_weights(run.communicator, run.engine, run.store, config.weights_from)
+            report = resume.load_weights(run.communicator, run.engine, run.store, str(config.weights_from))
             if run.communicator.writes:
                 show_table("weights", report)
-        return fit(run, state)
+        return fit(run, state, resumed=start is not None)
 
 
 def open_run(config: DictConfig, folder: Path) -> Run:
@@ -70,7 +70,7 @@ def open_run(config: DictConfig, folder: Path) -> Run:
 def take_folder(run: Run, closing: ExitStack) -> Path | None:
     """Lock the run's folder, choose the checkpoint to go on from, and write down what runs there."""
     closing.enter_context(run.store.lock())
-    start = resume.find_start(run.store, run.config.resume)
+    start = resume.find_start(run.store, str(run.config.resume))
     if start is not None:
         resume.check_config(start, run.config)
     (run.folder / ".hydra").mkdir(exist_ok=True)
@@ -85,12 +85,14 @@ def plan(run: Run, start: Path | None) -> State:
     return fresh if start is None else resume.plan_from(start, fresh, run.config.data.global_batch)
 
 
-def fit(run: Run, state: State) -> State:
-    """Train from `state` to the end and show what came of it."""
+def fit(run: Run, state: State, resumed: bool) -> State:
+    """Train from `state`, which a checkpoint may hold already, to the end and show what came of it."""
     config, communicator = run.config, run.communicator
     sampler = communicator.together(lambda: open_sampler(config, communicator, state), "sampler")
     schedule = communicator.together(lambda: open_schedule(config, state), "schedule")
     saver = communicator.together(lambda: open_saver(config, communicator, run.engine, run.store), "saver")
+    if resumed:
+        saver.has(state)
     tracker = Tracker(
         run.folder,
         writes=communicator.writes,
@@ -114,8 +116,9 @@ def fit(run: Run, state: State) -> State:
     began = time.monotonic()
     try:
         final = loop.fit(state)
-    except Preempted:
-        saver.close(mirror_timeout=1.0)
+    except UserError as error:
+        if error.agreed:  # all ranks are here
+            saver.close(mirror_timeout=1.0)
         tracker.close()
         raise
     saver.close()

@@ -45,6 +45,8 @@ def build(config: Any, communicator: Communicator) -> TorchEngine:
         torch.set_num_threads(threads)
     model = communicator.together(lambda: _make_model(config, communicator, device), "model")
     broadcast_model(model, communicator)
+    if config.channels_last:  # Horovod broadcasts contiguous tensors only
+        model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     return communicator.together(lambda: TorchEngine(config, communicator, model, device), "engine")
 
 
@@ -86,6 +88,7 @@ class TorchEngine:
     def train_step(self, share: Share, batch: list[Tensors], learning_rate: float) -> None:
         """Backward over all passes, reduction, update."""
         self.model.train()
+        statistics = [buffer.clone() for buffer in self.model.buffers()] if self._skip_bad_steps else []
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
         loss, count = torch.zeros_like(self._loss), sum(len(labels) for _, labels in batch)
@@ -98,6 +101,9 @@ class TorchEngine:
         if self._update():
             self._loss += loss
             self._count += count
+        else:
+            for buffer, before in zip(self.model.buffers(), statistics, strict=True):
+                buffer.copy_(before)
         self.reducer.clear()
 
     def _backward(self, inputs: Tensor, labels: Tensor, weight: float) -> Tensor:
@@ -115,6 +121,7 @@ class TorchEngine:
             norm = nn.utils.clip_grad_norm_(self.model.parameters(), self._clip_norm)
             # The reduced gradients are the same everywhere, so all ranks skip the same steps.
             if self._skip_bad_steps and not torch.isfinite(norm):
+                self._scaler.update()
                 return False
         self._scaler.step(self.optimizer)
         self._scaler.update()
@@ -160,13 +167,13 @@ class TorchEngine:
         """Copy weights, optimizer and scaler to the host; the weights get the ranks' mean statistics."""
         weights = self._copies.take("weights", dict(self.model.named_parameters()))
         weights |= _mean_buffers([state["buffers"] for state in rank_states])
-        if not all(tensor.isfinite().all() for tensor in weights.values() if tensor.is_floating_point()):
-            raise UserError("the weights are not finite and were not saved: lower optimizer.lr or set clip_norm")
         training = {
             "optimizer": self._copies.take("optimizer", self.optimizer.state_dict()),
             "scaler": self._scaler.state_dict(),
         }
         self._copies.wait()
+        if not all(tensor.isfinite().all() for tensor in weights.values() if tensor.is_floating_point()):
+            raise UserError("the weights are not finite and were not saved: lower optimizer.lr or set clip_norm")
 
         def write(folder: Path) -> None:
             save_file({name: tensor.contiguous() for name, tensor in weights.items()}, folder / "model.safetensors")
@@ -177,11 +184,14 @@ class TorchEngine:
 
     def restore(self, folder: Path, rank: int | None) -> None:
         """Load on every rank: a broadcast of optimizer state would make fresh optimizers take a step."""
-        training = _load_plain(folder / "optimizer.pt", self.device)
-        ranks = _load_plain(folder / "ranks.pt", torch.device("cpu"))
+        training, ranks = _load_plain(folder / "optimizer.pt"), _load_plain(folder / "ranks.pt")
         self._load_weights(_load_tensors(folder / "model.safetensors", self.device))
+        options = [{key: group[key] for key in group if key != "params"} for group in self.optimizer.param_groups]
         self.optimizer.load_state_dict(training["optimizer"])
-        self._scaler.load_state_dict(training["scaler"])
+        for group, wanted in zip(self.optimizer.param_groups, options, strict=True):
+            group.update(wanted)  # the config decides, as when a run begins
+        if training["scaler"]:
+            self._scaler.load_state_dict(training["scaler"])
         if rank is not None:
             self._load_rank_state(ranks[rank])
             self._set_sums([ranks[rank]["sums"]])
@@ -309,8 +319,6 @@ def _make_model(config: Any, communicator: Communicator, device: torch.device) -
     if config.sync_batch_norm:
         model = _synchronize_batch_norm(model, communicator, device)
     _seed(config.seed + 1 + communicator.rank)
-    if config.channels_last:
-        return model.to(device, memory_format=torch.channels_last)  # type: ignore[call-overload,no-any-return]
     return model.to(device)
 
 
@@ -364,10 +372,10 @@ def _normalizer(settings: Any, device: torch.device) -> Callable[[Tensor], Tenso
     return normalize
 
 
-def _load_plain(file: Path, device: torch.device) -> Any:
+def _load_plain(file: Path) -> Any:
     """A file of tensors and plain values; one that wants more, as a harmful pickle does, is not loaded."""
     try:
-        return torch.load(file, map_location=device, weights_only=True)
+        return torch.load(file, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
         raise UserError(f"{file} holds more than tensors and plain values, or less: resume from another") from error
 

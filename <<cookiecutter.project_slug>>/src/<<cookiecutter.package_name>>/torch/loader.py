@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterable, Iterator
+from multiprocessing import forkserver, resource_tracker
 from typing import TypeVar
 
 import torch
@@ -14,6 +15,8 @@ from torch.utils.data import Dataset as TorchDataset
 from ..data import Dataset
 from ..errors import UserError
 from ..sampler import Indices, Share
+
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 Tensors = tuple[Tensor, Tensor]
 Item = TypeVar("Item")
@@ -38,7 +41,7 @@ def _tensors(inputs: object, labels: object) -> Tensors:
 
 
 def _leave_signals_to_the_rank(worker: int) -> None:
-    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+    for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
 
@@ -71,6 +74,8 @@ def _remember(items: Iterable[Item], kept: list[Item]) -> Iterator[Item]:
 def _load(
     dataset: Dataset, plan: Iterable[tuple[int, tuple[Indices, ...]]], workers: int, pin: bool
 ) -> Iterator[list[Tensors]]:
+    if workers:
+        _start_forkserver()
     loader = DataLoader(
         _Reader(dataset),
         batch_size=None,  # the plan names whole batches
@@ -79,6 +84,7 @@ def _load(
         pin_memory=pin,
         collate_fn=_as_is,
         worker_init_fn=_leave_signals_to_the_rank if workers else None,
+        generator=torch.Generator(),  # else each loader draws from the one that dropout uses
         # A fork would copy the threads of Horovod and MPI, which is not safe with InfiniBand.
         multiprocessing_context="forkserver" if workers else None,
     )
@@ -86,6 +92,16 @@ def _load(
         if isinstance(result, UserError):
             raise result
         yield result
+
+
+def _start_forkserver() -> None:
+    """Start the processes that make and watch the workers deaf to signals that are meant for the rank."""
+    kept = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    try:
+        forkserver.ensure_running()
+        resource_tracker.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, kept)
 
 
 def _as_is(batch: Item) -> Item:

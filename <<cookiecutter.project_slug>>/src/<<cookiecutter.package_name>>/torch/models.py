@@ -8,11 +8,12 @@ from itertools import pairwise
 from pathlib import Path
 
 import torch
-from hydra.utils import instantiate
+from safetensors import SafetensorError
 from safetensors.torch import load_model as load_into
 from torch import Tensor, nn
 
-from ..model_file import WEIGHTS, read_description
+from ..errors import UserError
+from ..model_file import WEIGHTS, build_model
 
 
 def load_model(folder: str | Path, trusted: Sequence[str] = ()) -> nn.Module:
@@ -27,19 +28,20 @@ def load_model(folder: str | Path, trusted: Sequence[str] = ()) -> nn.Module:
     Raises:
         UserError: if the folder is damaged, or its architecture or weights do not fit.
     """
-    own = __name__.rpartition(".")[0]
-    description = read_description(Path(folder), (own, *trusted))
-    model: nn.Module = instantiate(description["model"])
-    load_into(model, Path(folder) / WEIGHTS[0])
+    model: nn.Module = build_model(Path(folder), (__name__, *trusted))
+    try:
+        load_into(model, Path(folder) / WEIGHTS[0])
+    except (RuntimeError, SafetensorError, OSError) as error:
+        raise UserError(f"the weights in {folder} do not fit its architecture ({error}): export it again") from error
     return model.eval()
 
 
-def mlp(shape: Sequence[int], classes: int, hidden: Sequence[int] = (256, 256)) -> nn.Sequential:
-    """Dense layers with ReLU over inputs of any shape."""
+def mlp(shape: Sequence[int], classes: int, hidden: Sequence[int] = (256, 256), dropout: float = 0.0) -> nn.Sequential:
+    """Dense layers with ReLU and dropout over inputs of any shape."""
     widths = [math.prod(shape), *hidden]
     layers: list[nn.Module] = [nn.Flatten()]
     for inputs, outputs in pairwise(widths):
-        layers += [nn.Linear(inputs, outputs), nn.ReLU()]
+        layers += [nn.Linear(inputs, outputs), nn.ReLU(), nn.Dropout(dropout)]
     return nn.Sequential(*layers, nn.Linear(widths[-1], classes))
 
 

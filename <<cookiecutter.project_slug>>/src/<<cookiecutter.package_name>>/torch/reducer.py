@@ -95,7 +95,7 @@ class Reducer:
             group.buffer.zero_()
 
     def _launch(self, group: _Group) -> None:
-        tensors = group.views if self._adasum else [group.buffer]
+        tensors = group.parts if self._adasum else [group.buffer]
         op = self._hvd.Adasum if self._adasum else self._hvd.Sum
         scales = {} if self._adasum else self._scales
         for index, tensor in enumerate(tensors):
@@ -122,13 +122,12 @@ class _Group:
         self.flights: list[tuple[int, Tensor, Any]] = []
         first = parameters[0]
         self.buffer = torch.zeros(sum(p.numel() for p in parameters), dtype=first.dtype, device=first.device)
-        self.views = []
+        self.parts = []  # of the buffer, one for each parameter
         offset = 0
         for parameter in parameters:
             # The parameter's own strides, so that channels-last gradients are not reordered in every step.
-            view = self.buffer.as_strided(parameter.size(), parameter.stride(), offset)
-            self.views.append(view)
-            parameter.grad = view
+            parameter.grad = self.buffer.as_strided(parameter.size(), parameter.stride(), offset)
+            self.parts.append(self.buffer[offset : offset + parameter.numel()])
             offset += parameter.numel()
 
 
