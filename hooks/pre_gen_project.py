@@ -15,7 +15,8 @@ LICENSES = ("Apache-2.0", "MIT", "BSD-3-Clause", "proprietary")
 # The folders beside the package, and what it or its environment imports.
 TAKEN_NAMES = {
     *("launch", "licenses", "noxfile", "runs", "scripts", "src", "tests"),
-    *("cffi", "cloudpickle", "cookiecutter", "fsspec", "horovod", "hydra", "keras", "matplotlib", "moto", "mpi4py", "mypy"),
+    *("cffi", "cloudpickle", "cookiecutter", "fsspec", "horovod", "hydra", "keras", "matplotlib"),
+    *("moto", "mpi4py", "mypy"),
     *("nox", "numpy", "omegaconf", "packaging", "pil", "pip", "psutil", "pytest", "rich", "ruff"),
     *("s3fs", "safetensors", "scipy", "setuptools", "sklearn", "tensorboard", "tensorflow", "torch"),
     *("triton", "wheel", "yaml"),
