@@ -1,15 +1,17 @@
-"""Run on 2 ranks by test_two_ranks.py: rank 1 does not come to the collective that rank 0 waits in."""
+"""Run on 2 ranks by test_two_ranks.py: a long piece of work on rank 0 is no stall, a rank that does not come is one."""
 
 import time
 
 from jobs import compose_config
 
-from << cookiecutter.package_name >>.distributed import open_communicator
+from << cookiecutter.package_name >> import distributed
 
 if __name__ == "__main__":
+    distributed.ASK_AGAIN_S = 0.5
     settings = compose_config("horovod.stall_check_s=1", "horovod.stall_shutdown_s=3").horovod
-    ranks = open_communicator("torch", settings)
-    ranks.gather(ranks.rank, "both")
+    ranks = distributed.open_communicator("torch", settings)
+    ranks.on_writer(lambda: time.sleep(6), "long")
+    print(f"rank {ranks.rank} is through", flush=True)
     if ranks.rank == 1:
         time.sleep(120)
     ranks.gather(ranks.rank, "one")
