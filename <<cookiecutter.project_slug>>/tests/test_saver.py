@@ -99,8 +99,24 @@ def test_failures_in_a_row_end_the_job(store: Store, asynchronous: bool, caplog:
     with pytest.raises(StoreError, match="No space left"):
         for _ in range(2):
             saver.save(20, lambda: failing, {})
+    with pytest.raises(StoreError, match="No space left"):  # it tries once more
+        saver.close()
     assert steps(store) == [10]
+
+
+def test_a_last_save_that_failed_is_made_at_the_close(store: Store, tmp_path: Path) -> None:
+    space = tmp_path / "there is space"
+
+    def write(folder: Path) -> None:
+        (content() if space.exists() else failing)(folder)
+
+    saver = Saver(store, max_failures=9)
+    saver.save(10, lambda: write, {})
+    saver.wait()
+    assert steps(store) == []
+    space.touch()
     saver.close()
+    assert steps(store) == [10]
 
 
 def test_an_error_of_the_program_is_raised_at_the_next_call(store: Store) -> None:

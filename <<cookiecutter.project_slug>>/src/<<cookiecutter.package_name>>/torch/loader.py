@@ -98,8 +98,9 @@ def _start_forkserver() -> None:
     """Start the processes that make and watch the workers deaf to signals that are meant for the rank."""
     kept = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
-        forkserver.ensure_running()
         resource_tracker.ensure_running()
+        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # starting the tracker has let some through
+        forkserver.ensure_running()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, kept)
 
