@@ -404,7 +404,7 @@ def check_means(jobs: int | None) -> int:
     free = free_gib()
     if free < GIB_PER_JOB:
         raise Refusal(f"Too little memory: {free:.1f} GiB are free and one compiler takes {GIB_PER_JOB}; free some.")
-    if not util.find_spec("pip"):
+    if not installed_version("pip"):
         raise Refusal(f"No pip: {sys.executable} has none; install it ({sys.executable} -m ensurepip).")
     few = len(os.sched_getaffinity(0)) + 2  # units are few and long: some more at once keep the last core busy
     return int(min(jobs or few, free / GIB_PER_JOB))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -134,8 +135,8 @@ def summary(run: Run, state: State, seconds: float) -> dict[str, str]:
         "epochs, steps": f"{state.position.epoch}, {state.step}",
         "ranks, global batch": f"{state.world_size}, {state.global_batch}",
         "time": f"{seconds:.1f} s",
-        "run folder": str(run.folder),
-        "curves": str(run.folder / "curves.png"),
+        "run folder": os.path.relpath(run.folder),
+        "curves": os.path.relpath(run.folder / "curves.png"),
     }
 
 
