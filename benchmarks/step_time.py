@@ -127,7 +127,7 @@ class Contest:
 
     def bare(self, kind: str) -> float:
         """The time of a hand-written loop."""
-        me = [str(Path(__file__).resolve()), str(self.project), "--model", self.model, "--run", kind]
+        me = [str(Path(__file__).resolve()), str(self.project), "--model", self.model, "--contender", kind]
         starts = {
             "single": ["python"],
             "ddp": ["torchrun", "--standalone", "--nproc-per-node", str(self.ranks)],
@@ -157,11 +157,11 @@ def main() -> None:
     parser.add_argument("--model", choices=sorted(MODELS), default="mlp")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--run", choices=("single", "ddp", "horovod"), help=argparse.SUPPRESS)
+    parser.add_argument("--contender", choices=("single", "ddp", "horovod"), help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.run:
+    if options.contender:
         package = next((options.project / "src").glob("*/train.py")).parent.name
-        return run_here(options.run, package, options.model)
+        return run_here(options.contender, package, options.model)
     contest = Contest(options.project.resolve(), options.model, options.ranks)
     times: dict[str, list[float]] = {"one bare process": [], "torch DDP, Gloo": [], "bare Horovod": [], "ours": []}
     for _ in range(options.repeats):
