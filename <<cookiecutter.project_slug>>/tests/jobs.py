@@ -37,8 +37,9 @@ def compose_config(*overrides: str) -> DictConfig:
 
 
 def read_lines(folder: Path) -> Lines:
-    """A run's metrics.jsonl."""
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    """A run's metrics.jsonl; of a running one without a line that is still being written."""
+    text = (folder / "metrics.jsonl").read_text()
+    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
 
 
 def values(folder: Path, name: str) -> list[float]:

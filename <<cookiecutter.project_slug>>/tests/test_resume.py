@@ -278,7 +278,7 @@ def test_a_model_folder_becomes_a_model_in_two_lines(tmp_path: Path) -> None:
     run = tmp_path / "run"
     train(compose_config("epochs=1", "model=cnn", "model.width=4", *QUICK), run)
     folder = tmp_path / "model"
-    command = ["python", "-m", f"{load_model.__module__.split('.')[0]}.checkpoints"]
+    command = [sys.executable, "-m", f"{load_model.__module__.split('.')[0]}.checkpoints"]
     subprocess.run([*command, "export", str(run), "latest", str(folder)], check=True)
     model = load_model(folder)
     assert model(torch.zeros(2, 1, 8, 8)).shape == (2, 10)
