@@ -157,6 +157,16 @@ class Store:
             raise UserError(f"there is no checkpoint {which!r} in {self.folder}: {_there_are(found, pointers)}")
         return checkpoint
 
+    def find_good(self, which: str | int) -> Checkpoint:
+        """What find() gives, once its every byte is verified.
+
+        Raises:
+            UserError: if there is no such checkpoint, or it is damaged.
+        """
+        checkpoint = self.find(which)
+        self.check(checkpoint)
+        return checkpoint
+
     def verify(self, checkpoint: Checkpoint, hashes: bool = True) -> list[str]:
         """Every problem of a checkpoint, a sentence each.
 

@@ -44,15 +44,9 @@ def evaluate_run(run: Path, which: str, changes: list[str]) -> dict[str, float |
     splits = communicator.together(lambda: open_data(config), "data")
     engine = open_engine(config, communicator)
     store = Store(run / "checkpoints")
-    folder = communicator.on_writer(lambda: _find(store, which), "checkpoint")
+    folder = communicator.on_writer(lambda: store.find_good(which).folder, "checkpoint")
     communicator.together(lambda: _load(engine, folder), "weights")
     return {"checkpoint": str(folder), **evaluate(communicator, engine, splits, config.data.evaluation_batch)}
-
-
-def _find(store: Store, which: str) -> Path:
-    checkpoint = store.find(which)
-    store.check(checkpoint)
-    return checkpoint.folder
 
 
 def _load(engine: Engine, folder: Path) -> None:

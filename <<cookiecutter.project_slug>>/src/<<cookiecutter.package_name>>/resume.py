@@ -41,9 +41,7 @@ def choose(store: Store, which: str) -> Checkpoint | None:
     if which == "auto":
         return store.newest_good()
     if which != "never":
-        named = store.find(which)
-        store.check(named)
-        return named
+        return store.find_good(which)
     if store.checkpoints():
         raise UserError(
             f"resume=never, but {store.folder} already has checkpoints: choose another name=..., or resume=auto"
@@ -115,13 +113,7 @@ def load_weights(communicator: Communicator, engine: Engine, store: Store, which
     Raises:
         UserError: if there is no such folder, it is damaged, or not one tensor fits.
     """
-
-    def find() -> Path:
-        checkpoint = store.find(which)
-        store.check(checkpoint)
-        return checkpoint.folder
-
-    folder = communicator.on_writer(find, "weights")
+    folder = communicator.on_writer(lambda: store.find_good(which).folder, "weights")
     report = communicator.together(lambda: engine.load_weights(folder), "load weights")
     if "loaded" not in report.values():
         raise UserError(f"not one tensor of {folder} fits the model: name a checkpoint of a similar one", agreed=True)
