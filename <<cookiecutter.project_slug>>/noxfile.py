@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import platform
+import shutil
 import sys
 from pathlib import Path
 
@@ -21,8 +22,10 @@ STAMP = VENV / "installed.sha256"
 RECIPE = Path("scripts/build_horovod.py")
 PROJECT = nox.project.load_toml("pyproject.toml")["project"]
 EXTRAS = PROJECT["optional-dependencies"]
-FRAMEWORKS = [extra for extra in EXTRAS if extra != "dev"]
-PINS = [pin for extra in FRAMEWORKS for pin in EXTRAS[extra] if not pin.startswith("horovod")]
+# Some frameworks have a build of their own for GPUs.
+SUFFIX = "-gpu" if shutil.which("nvidia-smi") else ""
+FRAMEWORKS = [name + SUFFIX if name + SUFFIX in EXTRAS else name for name in ("torch", "tensorflow") if name in EXTRAS]
+PINS = [pin for extra in FRAMEWORKS for pin in EXTRAS[extra]]
 # Horovod's collectives of objects need numpy, and the frameworks don't always bring it.
 PINS += [pin for pin in PROJECT["dependencies"] if pin.startswith("numpy")]
 
@@ -73,7 +76,7 @@ def install(session: nox.Session) -> None:
     wheel = read(session, str(RECIPE)).strip()
     # pip would keep a Horovod of the same version that was built for another framework.
     run(session, "pip", "install", "--quiet", "--force-reinstall", "--no-deps", wheel)
-    run(session, "pip", "install", "--quiet", "--editable", f".[{','.join([*FRAMEWORKS, 'dev'])}]")
+    run(session, "pip", "install", "--quiet", "--editable", f".[{','.join([*FRAMEWORKS, 'horovod', 'dev'])}]")
     STAMP.write_text(fingerprint())
 
 

@@ -31,8 +31,16 @@ def remove_unwanted() -> None:
         Path("launch/slurm.sbatch").unlink()
     if not ANSWERS["use_kubernetes"]:
         Path("launch/kubernetes.yaml").unlink()
-    if ANSWERS["framework"] == "torch":
-        shutil.rmtree(package / "tensorflow", ignore_errors=True)
+    for wing in {"torch", "tensorflow"} - {ANSWERS["framework"]}:
+        if ANSWERS["framework"] != "both":
+            remove_wing(package, wing)
+
+
+def remove_wing(package: Path, wing: str) -> None:
+    """What only one framework needs has its name in its path."""
+    shutil.rmtree(package / wing)
+    for path in [*package.glob(f"conf/*/*{wing}*"), *Path("docs").glob(f"*{wing}*"), *Path("tests").rglob(f"*{wing}*")]:
+        path.unlink()
 
 
 def main() -> None:

@@ -60,13 +60,6 @@ def check_package() -> None:
         refuse("package_name", rule, f"{name}_training")
 
 
-def check_framework() -> None:
-    """TensorFlow is on the list, but not written yet."""
-    check_choice("framework", FRAMEWORKS)
-    if ANSWERS["framework"] != "torch":
-        refuse("framework", "torch, since TensorFlow is not supported yet", "torch")
-
-
 def main() -> None:
     """Checks every answer."""
     check_text("project_name", "My Training")
@@ -74,7 +67,7 @@ def main() -> None:
     check_text("author", "Ada Lovelace")
     check_slug()
     check_package()
-    check_framework()
+    check_choice("framework", FRAMEWORKS)
     check_choice("python_version", PYTHONS)
     check_choice("cuda_version", tuple(ANSWERS["_pins"]))
     check_choice("license", LICENSES)

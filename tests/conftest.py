@@ -19,12 +19,15 @@ QUESTIONS: dict[str, Any] = {
     key: value for key, value in json.loads((ROOT / "cookiecutter.json").read_text()).items() if not key.startswith("_")
 }
 CHOICES: dict[str, list[Any]] = {
-    "framework": ["torch"],
-    **{key: QUESTIONS[key] for key in ("python_version", "cuda_version", "license")},
+    **{key: QUESTIONS[key] for key in ("framework", "cuda_version")},
     "use_slurm": [False, True],
     "use_kubernetes": [False, True],
 }
-COMBINATIONS = [dict(zip(CHOICES, values, strict=True)) for values in itertools.product(*CHOICES.values())]
+OTHERS = {key: itertools.cycle(QUESTIONS[key]) for key in ("python_version", "license")}  # nothing depends on these
+COMBINATIONS = [
+    dict(zip(CHOICES, values, strict=True)) | {key: next(choices) for key, choices in OTHERS.items()}
+    for values in itertools.product(*CHOICES.values())
+]
 HARD_ANSWERS = {
     "project_name": "Ünïcode & \"quotes\" 'n' spaces 🐝",
     "description": "Back\\slash, \"double\", 'single', {{ braces }}, # hash: 深層学習 🐝",
@@ -85,9 +88,25 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return copy
 
 
+def installable(template: Path, folder: Path, framework: str) -> Path:
+    """A project that this Python can install."""
+    here = ".".join(platform.python_version_tuple()[:2])
+    return render(template, folder, python_version=here, framework=framework, **HARD_ANSWERS)
+
+
 @pytest.fixture(scope="session")
 def project(template: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The one project that the slow tests install and run."""
-    here = ".".join(platform.python_version_tuple()[:2])
-    folder = tmp_path_factory.mktemp("project")
-    return render(template, folder, python_version=here, **HARD_ANSWERS)
+    """The project with one framework that most slow tests install and run."""
+    return installable(template, tmp_path_factory.mktemp("torch"), "torch")
+
+
+@pytest.fixture(scope="session")
+def tensorflow_project(template: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same with the other framework."""
+    return installable(template, tmp_path_factory.mktemp("tensorflow"), "tensorflow")
+
+
+@pytest.fixture(scope="session")
+def full_project(template: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A project with both; it has all files, so its own tests are all there are."""
+    return installable(template, tmp_path_factory.mktemp("both"), "both")

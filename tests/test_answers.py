@@ -28,8 +28,6 @@ REFUSED = [
     ("package_name", "torch"),
     ("package_name", "horovod"),
     ("package_name", "tests"),
-    ("framework", "tensorflow"),
-    ("framework", "both"),
 ]
 
 
@@ -68,7 +66,7 @@ def test_unknown_choice_replayed(key: str, replays: Path, tmp_path: Path) -> Non
     """... but not when they come from a replay file."""
     command = (*COOKIECUTTER, "-o", tmp_path / "out")
     assert run(*command, "--no-input").returncode == 0
-    (replay,) = replays.glob("*.json")
+    replay = max(replays.glob("*.json"), key=lambda file: file.stat().st_mtime)
     context = json.loads(replay.read_text())
     context["cookiecutter"] |= {key: "other", "project_slug": "second"}
     replay.write_text(json.dumps(context))

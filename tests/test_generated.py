@@ -11,17 +11,25 @@ from conftest import nox
 pytestmark = pytest.mark.slow
 
 
-def test_lint_and_types(project: Path) -> None:
-    nox(project, "lint")
+@pytest.fixture(params=["project", "tensorflow_project"])
+def one_wing(request: pytest.FixtureRequest) -> Path:
+    """A project with one framework."""
+    project: Path = request.getfixturevalue(request.param)
+    return project
 
 
-def test_own_tests(project: Path) -> None:
-    assert re.search(r"\d+ passed", nox(project, "tests"))
+def test_lint_and_types(one_wing: Path) -> None:
+    nox(one_wing, "lint")
 
 
-def test_two_processes_learn(project: Path) -> None:
-    nox(project, "train", "-n", "2", "name=pair")
-    run = project / "runs/pair"
+def test_quick_tests_of_one_wing(one_wing: Path) -> None:
+    """The slow ones run in the project that has both."""
+    assert re.search(r"\d+ passed", nox(one_wing, "tests", "-m", "not slow"))
+
+
+def test_two_processes_learn(one_wing: Path) -> None:
+    nox(one_wing, "train", "-n", "2", "name=pair")
+    run = one_wing / "runs/pair"
     assert {"rank-0.log", "rank-1.log"} <= {path.name for path in (run / "logs").iterdir()}
     assert (run / "curves.png").read_bytes().startswith(b"\x89PNG")
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
@@ -34,3 +42,11 @@ def test_second_start_is_quick(project: Path) -> None:
     output = nox(project, "train", "-n", "1", "name=warm", "epochs=1")
     assert "install" not in output
     assert (project / "runs/warm/.hydra/config.yaml").stat().st_mtime - start < 60
+
+
+def test_all_lint_and_types(full_project: Path) -> None:
+    nox(full_project, "lint")
+
+
+def test_all_own_tests(full_project: Path) -> None:
+    assert re.search(r"\d+ passed", nox(full_project, "tests"))

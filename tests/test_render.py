@@ -36,9 +36,11 @@ def files(project: Path) -> set[str]:
     return {p.relative_to(project).as_posix() for p in project.rglob("*") if p.is_file()}
 
 
-def code_files(template: Path) -> set[str]:
-    """The template's own package, tests and docs, under the default package name."""
+def code_files(template: Path, framework: str = "torch") -> set[str]:
+    """The template's own package, tests and docs, under the default package name, without the other framework's."""
     names = {name for name in files(template / PROJECT_FOLDER) if name.startswith(("docs/", "src/", "tests/"))}
+    others = {"torch", "tensorflow"} - {framework} if framework != "both" else set()
+    names = {name for name in names if not any(other in name for other in others)}
     return {name.replace("<<cookiecutter.package_name>>", "my_training") for name in names}
 
 
@@ -49,7 +51,8 @@ def label(answers: dict[str, Any]) -> str:
 @pytest.mark.parametrize("answers", COMBINATIONS, ids=label)
 def test_every_combination(answers: dict[str, Any], template: Path, tmp_path: Path) -> None:
     project = render(template, tmp_path, **answers)
-    wanted = SHELL | {path for key, path in OPTIONAL.items() if answers[key]} | code_files(template)
+    chosen = {path for key, path in OPTIONAL.items() if answers[key]}
+    wanted = SHELL | chosen | code_files(template, answers["framework"])
     assert files(project) == wanted
     assert LICENSE_WORDS[answers["license"]] in (project / "LICENSE").read_text()
     for name in wanted:
@@ -57,6 +60,7 @@ def test_every_combination(answers: dict[str, Any], template: Path, tmp_path: Pa
         assert not found, f"{found} in {name}"
     check_style(project)
     check_versions(project, answers)
+    check_one_wing(project, answers["framework"])
 
 
 def check_style(project: Path) -> None:
@@ -70,10 +74,26 @@ def check_versions(project: Path, answers: dict[str, Any]) -> None:
     python = answers["python_version"]
     assert settings["project"]["requires-python"] == f">={python}"
     assert settings["tool"]["mypy"]["python_version"] == python
-    torch = {"13.0": "torch==2.13.0", "12.8": "torch==2.10.0"}[answers["cuda_version"]]
-    assert {torch, "horovod==0.28.1"} <= set(settings["project"]["optional-dependencies"]["torch"])
+    torch, tensorflow = {"13.0": ("2.13.0", "2.21.0"), "12.8": ("2.10.0", "2.20.0")}[answers["cuda_version"]]
+    extras = {"torch": [f"torch=={torch}"]} if answers["framework"] != "tensorflow" else {}
+    if answers["framework"] != "torch":
+        extras["tensorflow"] = [f"tensorflow-cpu=={tensorflow}"]
+        extras["tensorflow-gpu"] = [f"tensorflow[and-cuda]=={tensorflow}"]
+    written = settings["project"]["optional-dependencies"]
+    assert written == {"horovod": ["horovod==0.28.1"], **extras, "dev": written["dev"]}
     workflow = yaml.safe_load((project / ".github/workflows/ci.yml").read_text())
     assert {"python-version": python} in [step.get("with") for step in workflow["jobs"]["test"]["steps"]]
+
+
+def check_one_wing(project: Path, framework: str) -> None:
+    """No code of the other framework, no setting and no page about it."""
+    engine = "tensorflow" if framework == "tensorflow" else "torch"
+    assert f"  - engine: {engine}\n" in (project / "src/my_training/conf/train.yaml").read_text()
+    for other in {"torch", "tensorflow"} - {framework} if framework != "both" else set():
+        uses = re.compile(rf"^\s*(import|from) (horovod\.)?{other}\b", re.MULTILINE)
+        assert not [path for path in project.rglob("*.py") if uses.search(path.read_text())]
+        pages = [*project.rglob("*.md"), *project.rglob("*.yaml"), project / "pyproject.toml"]
+        assert not [path for path in pages if re.search(rf"\b{other}\b", path.read_text())]
 
 
 @pytest.mark.parametrize("name", LICENSE_WORDS)

@@ -1,6 +1,5 @@
 """What the tests share: composed configs, records of runs, and jobs of several ranks."""
 
-import hashlib
 import json
 import os
 import re
@@ -12,24 +11,38 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-import torch
 from hydra import compose, initialize_config_module
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, open_dict
 
 PACKAGE = "<< cookiecutter.package_name >>"
 ROOT = Path(__file__).resolve().parent.parent
+ENGINES = [name for name in ("torch", "tensorflow") if (ROOT / "src" / PACKAGE / name).is_dir()]
+CONF = ROOT / "src" / PACKAGE / "conf"
 RANKS = Path(__file__).resolve().parent / "ranks"
 # Half a step of a small run: enough for everything to happen once.
 SMALL = ("epochs=2", "data.evaluation_batch=64", "tracking.tensorboard=false")
 
+# A single process needs no MPI, and of two frameworks in one process only one could use it.
+SINGLE = {"HOROVOD_CONTROLLER": "gloo", "HOROVOD_CPU_OPERATIONS": "gloo"}
+
 Lines = list[dict[str, float]]
+
+
+def choices(group: str) -> list[str]:
+    """What a group of conf/ offers."""
+    return sorted(file.stem for file in (CONF / group).glob("*.yaml") if file.stem != "common")
+
+
+def current_engine() -> str:
+    """The engine that the fixture of this name has chosen, for this process and those that it starts."""
+    return os.environ.get("TESTED_ENGINE", ENGINES[0])
 
 
 def compose_config(*overrides: str) -> DictConfig:
     """The config as Hydra's entry gives it to train()."""
     with initialize_config_module(f"{PACKAGE}.conf", version_base="1.3"):
-        config = compose("train", list(overrides), return_hydra_config=True)
+        config = compose("train", [f"engine={current_engine()}", *overrides], return_hydra_config=True)
     HydraConfig.instance().set_config(config)
     with open_dict(config):
         del config["hydra"]
@@ -48,15 +61,17 @@ def values(folder: Path, name: str) -> list[float]:
 
 
 def environment() -> dict[str, str]:
-    """This environment, with the interpreter's own folder first and the tests' modules importable."""
+    """This environment for jobs: the interpreter's own folder first, the tests' modules importable, any transport."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     modules = os.pathsep.join([str(RANKS), str(RANKS.parent), os.environ.get("PYTHONPATH", "")])
-    return {**os.environ, "PATH": path, "PYTHONPATH": modules}
+    inherited = {key: value for key, value in os.environ.items() if key not in SINGLE}
+    return {**inherited, "PATH": path, "PYTHONPATH": modules}
 
 
 def start_job(ranks: int, folder: Path, *overrides: str) -> subprocess.Popen[str]:
     """Start training through the project's own launcher."""
-    command = ["launch/local.sh", "-n", str(ranks), f"hydra.run.dir={folder}", *overrides]
+    options = [f"engine={current_engine()}", f"hydra.run.dir={folder}", *overrides]
+    command = ["launch/local.sh", "-n", str(ranks), *options]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     return subprocess.Popen(command, cwd=ROOT, env=environment(), text=True, **pipes)  # type: ignore[call-overload,no-any-return]
 
@@ -99,11 +114,3 @@ def mounted(folder: Path, size: str) -> Iterator[Path]:
         yield folder
     finally:
         subprocess.run(["umount", "--lazy", str(folder)], check=True)
-
-
-def fingerprint(model: torch.nn.Module) -> str:
-    """A hash of a model's parameters."""
-    digest = hashlib.sha256()
-    for parameter in model.parameters():
-        digest.update(parameter.detach().numpy().tobytes())
-    return digest.hexdigest()

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from jobs import compose_config
+from hydra.utils import instantiate
+from jobs import RANKS, choices, compose_config, run_ranks
 
 from << cookiecutter.package_name >>.build import open_data
 from << cookiecutter.package_name >>.data import Splits
@@ -27,7 +28,7 @@ SMALL_CNN = ("model=cnn", "model.width=4")
 
 
 def make(communicator: Communicator, *overrides: str) -> tuple[TorchEngine, Splits]:
-    config = compose_config(*(overrides if "model=mlp" in overrides else (*SMALL_CNN, *overrides)))
+    config = compose_config("engine=torch", *(overrides if "model=mlp" in overrides else (*SMALL_CNN, *overrides)))
     return build(config, communicator), open_data(config)
 
 
@@ -40,6 +41,45 @@ def train(engine: TorchEngine, splits: Splits, steps: int = 3, *, batch: int = 6
 
 def weights(engine: TorchEngine) -> torch.Tensor:
     return torch.cat([p.detach().flatten() for p in engine.model.parameters()])
+
+
+@pytest.mark.parametrize("choice", choices("model"))
+def test_every_model_answers_for_every_class(choice: str) -> None:
+    config = compose_config(f"model={choice}", "data=synthetic")
+    assert instantiate(config.model)(torch.zeros(2, 3, 32, 32)).shape == (2, 10)
+
+
+def test_large_images_get_the_large_stem() -> None:
+    config = compose_config("model=resnet18", "data=image_folder", "data.classes=5", "data.root=.")
+    assert instantiate(config.model)(torch.zeros(1, 3, 224, 224)).shape == (1, 5)
+
+
+@pytest.mark.parametrize("choice", choices("optimizer"))
+def test_every_optimizer_builds(communicator: Communicator, choice: str) -> None:
+    engine, _ = make(communicator, f"optimizer={choice}")
+    assert engine.optimizer.param_groups[0]["lr"] == compose_config(f"optimizer={choice}").optimizer.lr
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("precision=fp16", "precision=fp16 needs a GPU: use bf16 or fp32 on the CPU"),
+        ("sync_batch_norm=true", "sync_batch_norm=true needs GPUs"),
+        ("device=cuda", "device=cuda but PyTorch sees no GPU"),
+    ],
+)
+def test_what_needs_a_gpu_is_refused_without_one(communicator: Communicator, override: str, sentence: str) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    with pytest.raises(UserError, match=sentence):
+        make(communicator, override)
+
+
+@pytest.mark.slow
+def test_the_usual_recipe_leaves_the_ranks_apart() -> None:
+    """The reason why every rank loads a checkpoint itself; when this fails, Horovod has mended it."""
+    result = run_ranks(2, str(RANKS / "torch_usual_recipe.py"))
+    assert "the ranks differ" in result.stdout, result.stdout + result.stderr
 
 
 def test_a_step_is_the_plain_optimizers_step(communicator: Communicator) -> None:

@@ -16,6 +16,7 @@ from jobs import (
     RANKS,
     ROOT,
     SMALL,
+    current_engine,
     environment,
     mounted,
     read_lines,
@@ -28,13 +29,14 @@ from jobs import (
 
 from << cookiecutter.package_name >>.preemption import EXIT_CODE
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("engine")]
 
 DOWN_S = 15  # the promise: all ranks are gone so many seconds after one has died
 
 
-def test_collectives_and_reducer() -> None:
-    result = run_ranks(2, str(RANKS / "collectives.py"))
+@pytest.mark.parametrize("script", ["talk", "{engine}_reducer"])
+def test_collectives_and_reducer(engine: str, script: str) -> None:
+    result = run_ranks(2, str(RANKS / f"{script.format(engine=engine)}.py"))
     assert result.returncode == 0, result.stdout + result.stderr
     assert all(f"rank {rank} passed" in result.stdout for rank in range(2))
 
@@ -94,7 +96,7 @@ def test_replicate(job: Job, tmp_path: Path) -> None:
 
 
 def test_batch_norm_fp16_on_the_wire_and_adasum(job: Job, tmp_path: Path) -> None:
-    result = job(2, *SMALL, "model=cnn", "horovod.compression=fp16", "horovod.groups=2", "channels_last=true")
+    result = job(2, *SMALL, "model=cnn", "horovod.compression=fp16", "horovod.groups=2")
     assert result.returncode == 0, result.stdout
     assert values(tmp_path / "run", "val/accuracy")[-1] > 0.9
     result = job(2, *SMALL, "horovod.op=adasum", "schedule.scaling=adasum", folder=tmp_path / "adasum")
@@ -154,6 +156,7 @@ def test_a_killed_rank_takes_all_down(tmp_path: Path, victim: int) -> None:
 def test_a_signal_to_the_whole_group_spares_the_workers(tmp_path: Path, number: int) -> None:
     """Schedulers send to all processes of a job; those that read data must not end before the rank has saved."""
     command = [sys.executable, "-m", f"{PACKAGE}.train", f"hydra.run.dir={tmp_path}/run", "epochs=100000"]
+    command += [f"engine={current_engine()}"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "start_new_session": True}
     with subprocess.Popen([*command, "data.workers=1"], env=environment(), text=True, **pipes) as job:  # type: ignore[call-overload]
         wait_for_training(tmp_path / "run")
@@ -216,6 +219,7 @@ def test_a_full_disk_ends_the_job(job: Job, tmp_path: Path) -> None:
 
 def test_another_world_than_the_launchers(tmp_path: Path) -> None:
     command = [sys.executable, "-m", f"{PACKAGE}.train", f"hydra.run.dir={tmp_path}/run"]
+    command += [f"engine={current_engine()}"]
     result = subprocess.run(
         command,
         cwd=ROOT,

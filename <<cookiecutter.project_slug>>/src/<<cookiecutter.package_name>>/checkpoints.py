@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 # The libraries that only some commands need are imported there: `list` must answer at once.
 
 DAMAGED = 1
+FORMATS = ("folder", "keras", "h5", "savedmodel")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -85,9 +86,7 @@ def verify(options: argparse.Namespace) -> int:
 def diff(options: argparse.Namespace) -> int:
     """What differs between two checkpoints: config, metrics, weights."""
     store = _store(options)
-    old, new = store.find(options.old), store.find(options.new)
-    for checkpoint in (old, new):
-        store.check(checkpoint)
+    old, new = store.find_good(options.old), store.find_good(options.new)
     found = {
         "config": changes(*(read_config(item.folder / "config.yaml") for item in (old, new))),
         "metrics": changes(old.meta.get("metrics") or {}, new.meta.get("metrics") or {}),
@@ -103,8 +102,7 @@ def diff(options: argparse.Namespace) -> int:
 def tag(options: argparse.Namespace) -> int:
     """Give a checkpoint a tag, or move the tag to it."""
     store = _store(options)
-    checkpoint = store.find(options.which)
-    store.check(checkpoint)
+    checkpoint = store.find_good(options.which)
     store.tag(options.name, checkpoint)
     return _report(options, {options.name: checkpoint.name})
 
@@ -130,8 +128,7 @@ def push(options: argparse.Namespace) -> int:
     from .mirror import Remote
 
     store = _store(options)
-    checkpoint = store.find(options.which)
-    store.check(checkpoint)
+    checkpoint = store.find_good(options.which)
     Remote(options.url).push(store, checkpoint)
     return _report(options, {checkpoint.name: options.url})
 
@@ -145,14 +142,13 @@ def pull(options: argparse.Namespace) -> int:
 
 
 def export(options: argparse.Namespace) -> int:
-    """Make a model folder of a checkpoint: the architecture and the weights alone, for load_model()."""
+    """Make a model of a checkpoint: a folder of architecture and weights for load_model(), or another format."""
     from .model_file import export_model
 
     store = _store(options)
-    checkpoint = store.find(options.which)
-    store.check(checkpoint)
-    export_model(checkpoint.folder, options.folder)
-    return _report(options, {checkpoint.name: str(options.folder)})
+    checkpoint = store.find_good(options.which)
+    export_model(checkpoint.folder, options.target, options.format)
+    return _report(options, {checkpoint.name: str(options.target)})
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -181,7 +177,9 @@ def _parser() -> argparse.ArgumentParser:
     pruning.add_argument("--dry-run", action="store_true", help="only say what would be deleted")
     add(push, "run", "url").add_argument("which", metavar="WHICH", nargs="?", default="latest", help=_HELP["which"])
     add(pull, "url", "run").add_argument("which", metavar="WHICH", nargs="?", default="latest", help=_HELP["which"])
-    add(export, "run", "which").add_argument("folder", metavar="FOLDER", type=Path, help="a new folder")
+    exporting = add(export, "run", "which")
+    exporting.add_argument("target", metavar="TARGET", type=Path, help="a new folder or file")
+    exporting.add_argument("--format", default="folder", choices=FORMATS, help="(default: folder)")
     return parser
 
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, BinaryIO, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -136,43 +136,45 @@ def _map(file: Path) -> Array:
 
 
 @dataclass(frozen=True)
-class ImageFolder:
-    """JPEG and PNG files, one folder per class, as uint8 RGB of `size` x `size` pixels.
+class Images:
+    """Encoded images as uint8 RGB of `size` x `size` pixels; a subclass says where each one is.
 
     Training images are cropped at random (Szegedy et al. 2015, arXiv:1409.4842: 8 to 100 % of the area) and
     mirrored by half; what falls to an image depends on (seed, epoch, index) alone. Validation images are resized
     by their shorter side and cut from the centre. An image that is skipped counts as one whose gradient is zero.
     """
 
-    files: tuple[str, ...]
-    labels: Array
     size: int
     augment: bool
     seed: int
     on_error: str
 
-    def __len__(self) -> int:
-        """The number of samples."""
-        return len(self.files)
+    def read(self, index: int) -> tuple[str | BinaryIO, int]:
+        """A file with the encoded image, and its label."""
+        raise NotImplementedError
+
+    def where(self, index: int) -> str:
+        """What to call the image in a message."""
+        raise NotImplementedError
 
     def fetch(self, indices: Indices, epoch: int) -> Samples:
         """Decode the images at `indices`; with on_error=skip the unreadable ones are missing from the result."""
-        decoded = [(self._image(int(index), epoch), index) for index in indices]
-        images = [image for image, _ in decoded if image is not None]
-        kept = np.array([index for image, index in decoded if image is not None], dtype=np.int64)
-        if not images:
+        decoded = [sample for sample in (self._sample(int(index), epoch) for index in indices) if sample is not None]
+        if not decoded:
             return np.empty((0, self.size, self.size, 3), np.uint8), np.empty(0, np.int64)
-        return np.stack(images), self.labels[kept]
+        images, labels = zip(*decoded, strict=True)
+        return np.stack(images), np.array(labels, np.int64)
 
-    def _image(self, index: int, epoch: int) -> Array | None:
+    def _sample(self, index: int, epoch: int) -> tuple[Array, int] | None:
         from PIL import Image
 
         try:
-            with Image.open(self.files[index]) as image:
+            file, label = self.read(index)
+            with Image.open(file) as image:
                 image.draft("RGB", (2 * self.size, 2 * self.size))  # lets the JPEG decoder skip detail
-                return self._crop(image.convert("RGB"), np.random.default_rng((self.seed, epoch, index)))
+                return self._crop(image.convert("RGB"), np.random.default_rng((self.seed, epoch, index))), label
         except (OSError, SyntaxError, ValueError) as error:
-            sentence = f"image {self.files[index]} cannot be read ({error})"
+            sentence = f"{self.where(index)} cannot be read ({error})"
             if self.on_error == "skip":
                 log.warning(f"{sentence}: skipped")
                 return None
@@ -182,6 +184,26 @@ class ImageFolder:
         box = _random_box(image.size, rng) if self.augment else _centre_box(image.size)
         pixels = np.asarray(image.resize((self.size, self.size), resample=2, box=box))
         return pixels[:, ::-1] if self.augment and rng.random() < 0.5 else pixels
+
+
+@dataclass(frozen=True)
+class ImageFolder(Images):
+    """JPEG and PNG files, one folder per class."""
+
+    files: tuple[str, ...]
+    labels: Array
+
+    def __len__(self) -> int:
+        """The number of files."""
+        return len(self.files)
+
+    def read(self, index: int) -> tuple[str | BinaryIO, int]:
+        """The file's name and its label."""
+        return self.files[index], int(self.labels[index])
+
+    def where(self, index: int) -> str:
+        """The file's name."""
+        return f"image {self.files[index]}"
 
 
 def _random_box(size: tuple[int, int], rng: np.random.Generator) -> tuple[float, float, float, float]:
@@ -227,7 +249,7 @@ def image_folder(
         raise UserError(f"{Path(root, train)} has {len(names)} class folders: data.classes={classes} must be equal")
     parts = [_list_images(Path(root, part), names) for part in (train, validation)]
     return Splits(
-        ImageFolder(*parts[0], size, augment, seed, on_error), ImageFolder(*parts[1], size, False, seed, on_error)
+        ImageFolder(size, augment, seed, on_error, *parts[0]), ImageFolder(size, False, seed, on_error, *parts[1])
     )
 
 

@@ -12,6 +12,8 @@ import socket
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from importlib.util import find_spec
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from .errors import UserError, user_sentence
@@ -127,6 +129,21 @@ class Communicator:
                 f"{what} of rank {', '.join(strays)} differ from rank 0's: the ranks no longer train the same model"
             )
 
+    def check_gpus(self, gpu: str | None) -> None:
+        """Refuse ranks that share a GPU; `gpu` is a name that is unique on the host, None for the CPU.
+
+        Raises:
+            UserError: agreed by all ranks, if two ranks of one host have the same GPU.
+        """
+        owners = self.gather((socket.gethostname(), gpu), "gpus")
+        shared = {owner for owner in owners if owner[1] and owners.count(owner) > 1}
+        if shared:
+            raise UserError(
+                f"more than one rank on {min(shared)[0]} uses the same GPU: start at most one rank per GPU,"
+                " or use device=cpu",
+                agreed=True,
+            )
+
     def threads_per_rank(self) -> int:
         """The CPU cores of this host that fall to one rank, after the launcher's binding."""
         cores = tuple(sorted(os.sched_getaffinity(0)))
@@ -135,14 +152,14 @@ class Communicator:
         return max(1, len(cores) // sharing)
 
 
-def open_communicator(framework: str, settings: Mapping[str, Any]) -> Communicator:
-    """Start Horovod for one framework with our settings and check that it sees the launcher's world.
+def open_communicator(framework: str, settings: Mapping[str, Any] = MappingProxyType({})) -> Communicator:
+    """Start Horovod for one framework with the settings of conf/horovod and check that it sees the launcher's world.
 
     Raises:
         UserError: if Horovod is missing, or sees another number of ranks than the launcher started.
     """
     for option, variable, convert in SETTINGS:
-        if settings[option] is not None:
+        if settings.get(option) is not None:
             os.environ[variable] = str(convert(settings[option]))
     hvd = _import_horovod(framework)
     hvd.init()
@@ -151,7 +168,24 @@ def open_communicator(framework: str, settings: Mapping[str, Any]) -> Communicat
     return Communicator(hvd, _tensor_maker(framework), hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size())
 
 
+def check_adasum(hvd: Any, size: int) -> None:
+    """Refuse Adasum where Horovod's would stop or hang.
+
+    Raises:
+        UserError: if the number of ranks is no power of 2, or the transport is not MPI.
+    """
+    if size & (size - 1):
+        raise UserError(f"horovod.op=adasum needs 2, 4, 8, ... ranks and there are {size}: use horovod.op=average")
+    if not hvd.mpi_enabled():
+        raise UserError("horovod.op=adasum needs MPI and this job runs over Gloo: launch with mpirun")
+
+
 def _import_horovod(framework: str) -> Any:
+    if find_spec(f".{framework}", __package__) is None:
+        raise UserError(
+            f"engine={framework} is not in this project: generate one with framework={framework}", agreed=True
+        )
+    importlib.import_module(f".{framework}", __package__)  # a wing may set its framework's variables first
     try:
         return importlib.import_module(f"horovod.{framework}")
     except ImportError as error:

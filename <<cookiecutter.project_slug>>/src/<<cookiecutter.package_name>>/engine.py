@@ -10,7 +10,6 @@ from typing import Any, Protocol
 
 from .data import Dataset
 from .distributed import Communicator
-from .errors import UserError
 from .sampler import Indices, Share
 
 
@@ -55,15 +54,7 @@ class Engine(Protocol):
 
 
 def open_engine(config: Any, communicator: Communicator) -> Engine:
-    """Build the wing that config.engine names.
-
-    Raises:
-        UserError: if the engine is unknown or its framework is not part of this project.
-    """
-    name = config.engine
-    try:
-        wing = importlib.import_module(f".{name}.engine", __package__)
-    except ModuleNotFoundError as error:
-        raise UserError(f"engine={name} is not in this project ({error}): generate it with framework={name}") from error
+    """Build the wing that config.engine names, before any other collective: it must claim its device first."""
+    wing = importlib.import_module(f".{config.engine}.engine", __package__)
     engine: Engine = wing.build(config, communicator)
     return engine

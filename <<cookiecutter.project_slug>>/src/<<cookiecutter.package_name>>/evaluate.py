@@ -41,8 +41,8 @@ def evaluate_run(run: Path, which: str, changes: list[str]) -> dict[str, float |
     """Loss and accuracy of one checkpoint, measured by all ranks together."""
     config = read_config(run, changes)
     communicator = open_communicator(config.engine, config.horovod)
-    splits = communicator.together(lambda: open_data(config), "data")
     engine = open_engine(config, communicator)
+    splits = communicator.together(lambda: open_data(config), "data")
     store = Store(run / "checkpoints")
     folder = communicator.on_writer(lambda: store.find_good(which).folder, "checkpoint")
     communicator.together(lambda: _load(engine, folder), "weights")

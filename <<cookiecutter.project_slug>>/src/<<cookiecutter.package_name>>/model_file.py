@@ -6,38 +6,65 @@ import json
 import shutil
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from . import manifest
 from .errors import UserError
+from .weights import FILE
 
 FORMAT = 1
 DESCRIPTION = "model.json"
-WEIGHTS = ("model.safetensors",)
 
 
-def export_model(checkpoint: Path, folder: Path) -> None:
-    """Make a model folder of a checkpoint: architecture, config of inputs and outputs, and weights, with a manifest.
+def export_model(checkpoint: Path, target: Path, kind: str = "folder") -> None:
+    """Make a model of a checkpoint, in a folder of ours or in a format of its framework; all of it or nothing.
+
+    Args:
+        checkpoint: A verified checkpoint.
+        target: The folder or file to make.
+        kind: folder, or what the wing's export module knows.
 
     Raises:
-        UserError: if the folder exists, or the checkpoint lacks what a model needs.
+        UserError: if the target exists, the checkpoint lacks what a model needs, or the wing has no such format.
     """
+    if target.exists():
+        raise UserError(f"{target} exists: name a new one for the model")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-") as temporary:
+        made = Path(temporary, "model")
+        engine = _make_folder(checkpoint, made)
+        if kind != "folder":
+            made = Path(temporary, f"model.{kind}")
+            _wing_export(engine, kind)(Path(temporary, "model"), made, kind)
+        made.rename(target)
+
+
+def _wing_export(engine: str, kind: str) -> Callable[[Path, Path, str], None]:
+    if find_spec(f".{engine}.export", __package__) is None:
+        raise UserError(f"--format {kind} is not there for {engine} models: use --format folder")
+    export: Callable[[Path, Path, str], None] = import_module(f".{engine}.export", __package__).export
+    return export
+
+
+def _make_folder(checkpoint: Path, folder: Path) -> str:
+    """Architecture, config of inputs and outputs, and weights, with a manifest; returns the engine's name."""
     from omegaconf import OmegaConf
 
-    weights = [checkpoint / name for name in WEIGHTS if (checkpoint / name).exists()]
-    if folder.exists():
-        raise UserError(f"{folder} exists: name a new folder for the model")
-    if not weights or not (checkpoint / "config.yaml").exists():
-        raise UserError(f"{checkpoint} has no {' or '.join(WEIGHTS)} with a config.yaml: export another checkpoint")
+    weights = checkpoint / FILE
+    if not weights.exists() or not (checkpoint / "config.yaml").exists():
+        raise UserError(f"{checkpoint} has no {FILE} with a config.yaml: export another checkpoint")
     config: Any = OmegaConf.to_container(OmegaConf.load(checkpoint / "config.yaml"))
     inputs = {key: config["data"][key] for key in ("shape", "classes", "normalize")}
     description = {"format": FORMAT, "engine": config["engine"], "model": config["model"], "data": inputs}
-    folder.mkdir(parents=True)
-    for file in weights:
-        shutil.copyfile(file, folder / file.name)
+    folder.mkdir()
+    shutil.copyfile(weights, folder / FILE)
     (folder / DESCRIPTION).write_text(json.dumps(description, indent=2), encoding="utf-8")
     manifest.seal(folder)
+    return str(config["engine"])
 
 
 def build_model(folder: Path, trusted: Sequence[str]) -> Any:

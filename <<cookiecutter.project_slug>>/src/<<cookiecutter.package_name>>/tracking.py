@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from rich.console import Console
@@ -49,6 +50,8 @@ class Tracker:
         _drop_after(self._file, step)
         self._lines = _Lines(self._file)
         if tensorboard:
+            # Its writer would import TensorFlow where that is installed; by this name it knows that it must not.
+            sys.modules.setdefault("tensorboard.compat.notf", ModuleType("notf"))
             from tensorboard.summary import Writer
 
             self._board = Writer(str(folder / "tensorboard"))

@@ -56,15 +56,15 @@ def train(config: DictConfig, folder: Path) -> State:
 
 
 def open_run(config: DictConfig, folder: Path) -> Run:
-    """Check the config, start Horovod, read the data and build the model."""
+    """Check the config, start Horovod, build the model and read the data."""
     OmegaConf.resolve(config)
     check_options(config)
     open_log(folder, launched_rank())
     communicator = open_communicator(config.engine, config.horovod)
     preemption = Preemption(communicator)
     preemption.listen()
-    splits = communicator.together(lambda: open_data(config), "data")
     engine = open_engine(config, communicator)
+    splits = communicator.together(lambda: open_data(config), "data")
     return Run(config, folder, communicator, preemption, splits, engine, open_store(config, folder))
 
 

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 import os
 import pickle
-import random
-import socket
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from hydra.utils import instantiate
 from safetensors import SafetensorError
@@ -26,6 +22,8 @@ from ..distributed import Communicator
 from ..engine import Sums
 from ..errors import UserError
 from ..sampler import Indices, Share
+from ..seeds import host_state, seed_host, set_host_state
+from ..weights import FILE, check_shapes, hash_arrays, report_shapes
 from .loader import Tensors, read_batches, read_shares
 from .reducer import Reducer, averaged, broadcast_model
 
@@ -39,7 +37,7 @@ def build(config: Any, communicator: Communicator) -> TorchEngine:
         UserError: for a device, precision, model or optimizer that cannot be had.
     """
     device = communicator.together(lambda: _pick_device(config.device, communicator.local_rank), "device")
-    _check_sharing(device, communicator)
+    communicator.check_gpus(str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None)
     threads = communicator.threads_per_rank()
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(threads)
@@ -153,10 +151,8 @@ class TorchEngine:
 
     def rank_state(self) -> dict[str, Any]:
         """Random generators and running statistics of this rank, as tensors and plain types."""
-        _, key, *position = np.random.get_state()
         return {
-            "python": random.getstate(),
-            "numpy": [np.asarray(key).tolist(), *position],
+            **host_state(),
             "torch": torch.get_rng_state(),
             "cuda": torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None,
             "buffers": {name: buffer.cpu().clone() for name, buffer in self.model.named_buffers()},
@@ -176,7 +172,7 @@ class TorchEngine:
             raise UserError("the weights are not finite and were not saved: lower optimizer.lr or set clip_norm")
 
         def write(folder: Path) -> None:
-            save_file({name: tensor.contiguous() for name, tensor in weights.items()}, folder / "model.safetensors")
+            save_file({name: tensor.contiguous() for name, tensor in weights.items()}, folder / FILE)
             torch.save(training, folder / "optimizer.pt")
             torch.save(rank_states, folder / "ranks.pt")
 
@@ -185,7 +181,7 @@ class TorchEngine:
     def restore(self, folder: Path, rank: int | None) -> None:
         """Load on every rank: a broadcast of optimizer state would make fresh optimizers take a step."""
         training, ranks = _load_plain(folder / "optimizer.pt"), _load_plain(folder / "ranks.pt")
-        self._load_weights(_load_tensors(folder / "model.safetensors", self.device))
+        self._load_weights(_load_tensors(folder / FILE, self.device))
         options = [{key: group[key] for key in group if key != "params"} for group in self.optimizer.param_groups]
         self.optimizer.load_state_dict(training["optimizer"])
         for group, wanted in zip(self.optimizer.param_groups, options, strict=True):
@@ -206,12 +202,10 @@ class TorchEngine:
     @torch.no_grad()
     def load_weights(self, folder: Path) -> dict[str, str]:
         """Copy each tensor whose name and shape fit; the others keep their initial values."""
-        own, saved = self._tensors(), _load_tensors(folder / "model.safetensors", self.device)
-        report = {}
-        for name in sorted(own.keys() | saved.keys()):
-            mine, theirs = _shape(own, name), _shape(saved, name)
-            report[name] = "loaded" if mine == theirs else f"not loaded: {theirs} in the file, {mine} in the model"
-            if mine == theirs:
+        own, saved = self._tensors(), _load_tensors(folder / FILE, self.device)
+        report = report_shapes(_shapes(own), _shapes(saved))
+        for name, what in report.items():
+            if what == "loaded":
                 own[name].copy_(saved[name])
         return report
 
@@ -221,20 +215,12 @@ class TorchEngine:
     @torch.no_grad()
     def _load_weights(self, saved: dict[str, Tensor]) -> None:
         own = self._tensors()
-        wrong = [name for name in own.keys() | saved.keys() if _shape(own, name) != _shape(saved, name)]
-        if wrong:
-            name = min(wrong)
-            raise UserError(
-                f"the checkpoint is of another model: {len(wrong)} tensors differ, such as {name} with"
-                f" {_shape(saved, name)} in the file and {_shape(own, name)} here; choose the model it was made with"
-            )
+        check_shapes(_shapes(own), _shapes(saved))
         for name, tensor in own.items():
             tensor.copy_(saved[name])
 
     def _load_rank_state(self, state: dict[str, Any]) -> None:
-        random.setstate(state["python"])
-        key, *position = state["numpy"]
-        np.random.set_state(("MT19937", np.array(key, np.uint32), *position))
+        set_host_state(state)
         torch.set_rng_state(state["torch"])
         if state["cuda"] is not None and self.device.type == "cuda":
             torch.cuda.set_rng_state(state["cuda"], self.device)
@@ -243,10 +229,8 @@ class TorchEngine:
 
     def fingerprint(self) -> str:
         """SHA-256 over the parameters' bytes, in the model's order."""
-        digest = hashlib.sha256()
-        for parameter in self.model.parameters():
-            digest.update(parameter.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
-        return digest.hexdigest()
+        parameters = (parameter.detach().cpu().contiguous() for parameter in self.model.parameters())
+        return hash_arrays(parameter.flatten().view(torch.uint8).numpy() for parameter in parameters)
 
     def _autocast(self) -> AbstractContextManager[Any]:
         return torch.autocast(self.device.type, self._dtype, enabled=self._dtype != torch.float32)
@@ -305,8 +289,7 @@ class HostCopies:
 
 
 def _seed(seed: int) -> None:
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
+    seed_host(seed)
     torch.manual_seed(seed)
 
 
@@ -331,18 +314,6 @@ def _pick_device(wanted: str, local_rank: int) -> torch.device:
     device = torch.device("cuda", local_rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
     return device
-
-
-def _check_sharing(device: torch.device, communicator: Communicator) -> None:
-    uuid = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
-    owners = communicator.gather((socket.gethostname(), uuid), "gpus")
-    shared = {owner for owner in owners if owner[1] and owners.count(owner) > 1}
-    if shared:
-        raise UserError(
-            f"more than one rank on {min(shared)[0]} uses the same GPU: start at most one rank per GPU,"
-            " or use device=cpu",
-            agreed=True,
-        )
 
 
 def _synchronize_batch_norm(model: nn.Module, communicator: Communicator, device: torch.device) -> nn.Module:
@@ -394,5 +365,5 @@ def _mean_buffers(ranks: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     }
 
 
-def _shape(tensors: dict[str, Tensor], name: str) -> tuple[int, ...] | None:
-    return tuple(tensors[name].shape) if name in tensors else None
+def _shapes(tensors: dict[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}

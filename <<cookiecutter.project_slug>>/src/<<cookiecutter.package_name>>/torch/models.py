@@ -13,7 +13,8 @@ from safetensors.torch import load_model as load_into
 from torch import Tensor, nn
 
 from ..errors import UserError
-from ..model_file import WEIGHTS, build_model
+from ..model_file import build_model
+from ..weights import FILE
 
 
 def load_model(folder: str | Path, trusted: Sequence[str] = ()) -> nn.Module:
@@ -30,7 +31,7 @@ def load_model(folder: str | Path, trusted: Sequence[str] = ()) -> nn.Module:
     """
     model: nn.Module = build_model(Path(folder), (__name__, *trusted))
     try:
-        load_into(model, Path(folder) / WEIGHTS[0])
+        load_into(model, Path(folder) / FILE)
     except (RuntimeError, SafetensorError, OSError) as error:
         raise UserError(f"the weights in {folder} do not fit its architecture ({error}): export it again") from error
     return model.eval()

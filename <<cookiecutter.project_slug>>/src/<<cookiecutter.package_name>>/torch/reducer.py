@@ -8,17 +8,14 @@ numbers of samples, and a rank without any takes part with zeros.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..distributed import Communicator
-from ..errors import UserError
-
-GROUP_BYTES = 25 * 2**20  # as torch's DDP: large enough for bandwidth, small enough to start early
+from ..buckets import split
+from ..distributed import Communicator, check_adasum
 
 
 class Reducer:
@@ -50,7 +47,7 @@ class Reducer:
         """Lay out the buffers and hook into backward."""
         hvd = communicator.hvd
         if op == "adasum" and communicator.size > 1:
-            _check_adasum(hvd, communicator.size)
+            check_adasum(hvd, communicator.size)
         self._hvd = hvd
         self._adasum = op == "adasum"
         self._compression = getattr(hvd.Compression, compression)
@@ -59,7 +56,8 @@ class Reducer:
         self._armed = False
         # Backward fills gradients from the last layer to the first.
         parameters = [p for p in model.parameters() if p.requires_grad][::-1]
-        self._groups = [_Group(index, members) for index, members in enumerate(_split(parameters, groups))]
+        buckets = split([p.nbytes for p in parameters], [(p.dtype, p.device) for p in parameters], groups)
+        self._groups = [_Group(index, [parameters[i] for i in bucket]) for index, bucket in enumerate(buckets)]
         for group in self._groups:
             for parameter in group.parameters:
                 parameter.register_post_accumulate_grad_hook(self._hook(group))  # type: ignore[no-untyped-call]
@@ -129,36 +127,6 @@ class _Group:
             parameter.grad = self.buffer.as_strided(parameter.size(), parameter.stride(), offset)
             self.parts.append(self.buffer[offset : offset + parameter.numel()])
             offset += parameter.numel()
-
-
-def _split(parameters: list[nn.Parameter], groups: int | None) -> list[list[nn.Parameter]]:
-    """Consecutive parts of about equal bytes; each of one type and device."""
-    total = sum(_bytes(p) for p in parameters)
-    target = total / (groups or math.ceil(total / GROUP_BYTES))
-    parts: list[list[nn.Parameter]] = []
-    filled = 0.0
-    for parameter in parameters:
-        if not parts or filled >= target or _kind(parts[-1][0]) != _kind(parameter):
-            parts.append([])
-            filled = 0.0
-        parts[-1].append(parameter)
-        filled += _bytes(parameter)
-    return parts
-
-
-def _bytes(parameter: Tensor) -> int:
-    return parameter.numel() * parameter.element_size()
-
-
-def _kind(parameter: Tensor) -> tuple[torch.dtype, torch.device]:
-    return parameter.dtype, parameter.device
-
-
-def _check_adasum(hvd: Any, size: int) -> None:
-    if size & (size - 1):
-        raise UserError(f"horovod.op=adasum needs 2, 4, 8, ... ranks and there are {size}: use horovod.op=average")
-    if not hvd.mpi_enabled():
-        raise UserError("horovod.op=adasum needs MPI and this job runs over Gloo: launch with mpirun")
 
 
 def broadcast_model(model: nn.Module, communicator: Communicator) -> None:

@@ -1,0 +1,394 @@
+"""TensorFlow behind the engine protocol: Keras model, optimizer, precision, device and generators of one rank."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from hydra.utils import instantiate
+from omegaconf import OmegaConf
+
+from ..data import Dataset
+from ..distributed import Communicator
+from ..engine import Sums
+from ..errors import UserError
+from ..sampler import Indices, Share
+from ..seeds import host_state, seed_host, set_host_state
+from ..weights import FILE, check_shapes, hash_arrays, report_shapes
+from .batch_norm import synchronize
+from .loader import Tensors, read_batches, read_shares
+from .optimizer import keep_momentum
+from .reducer import Reducer, averaged, broadcast_variables
+from .variables import (
+    Arrays,
+    assign,
+    copies,
+    is_generator,
+    local_variables,
+    named,
+    optimizer_variables,
+    read,
+    shapes,
+    write,
+)
+
+POLICIES = {"fp32": "float32", "bf16": "mixed_bfloat16", "fp16": "mixed_float16"}
+OPTIMIZER, RANKS, GENERATORS = "optimizer.safetensors", "ranks.safetensors", "ranks.json"
+
+
+def build(config: Any, communicator: Communicator) -> TensorFlowEngine:
+    """The engine that a composed config describes; the same weights on every rank.
+
+    Raises:
+        UserError: for a device, precision, model or optimizer that cannot be had.
+    """
+    gpu, fault = _claim_device(config.device, communicator)  # before TensorFlow runs anything
+    communicator.together(lambda: _raise(fault), "device")
+    communicator.check_gpus(gpu)
+    model = communicator.together(lambda: _make_model(config, communicator), "model")
+    if communicator.size > 1:
+        broadcast_variables(named(model).values())
+    return communicator.together(lambda: TensorFlowEngine(config, communicator, model), "engine")
+
+
+class TensorFlowEngine:
+    """See engine.Engine for what each method promises."""
+
+    def __init__(self, config: Any, communicator: Communicator, model: keras.Model) -> None:
+        self.model = model
+        self.communicator = communicator
+        self.optimizer = _make_optimizer(config)
+        self.optimizer.build(model.trainable_variables)
+        horovod = config.horovod
+        self.reducer = Reducer(
+            op="adasum" if horovod.op == "adasum" else "sum",
+            compression=horovod.compression,
+            predivide_factor=horovod.predivide_factor,
+            groups=horovod.groups,
+        )
+        self._own_mean = horovod.op == "adasum"
+        self._shape = tuple(config.data.shape)
+        self._normalize = _normalizer(config.data.normalize)
+        self._smoothing = float(config.label_smoothing)
+        self._skip_bad_steps = config.on_nan == "skip"
+        self._workers = int(config.data.workers)
+        self._local = local_variables(model)
+        self._loss = tf.Variable(0.0, dtype=tf.float64)
+        self._count = tf.Variable(0, dtype=tf.int64)
+        accumulates = horovod.accumulation > 1
+        self._sums = [tf.Variable(tf.zeros_like(v.value)) for v in model.trainable_variables] if accumulates else []
+        self._graphs: dict[tf.DType, _Graphs] = {}
+        self._finish = tf.function(self._finish_step, input_signature=[tf.TensorSpec(())], jit_compile=False)
+
+    def train_batches(self, dataset: Dataset, shares: Iterator[Share]) -> Iterator[tuple[Share, list[Tensors]]]:
+        """Batches as one pair of tensors for each accumulation pass."""
+        return read_shares(dataset, shares, self._workers)
+
+    def train_step(self, share: Share, batch: list[Tensors], learning_rate: float) -> None:
+        """Backward over all passes, reduction, update; one graph if there is one pass."""
+        graphs = self._graphs_for(batch[0][0].dtype)
+        count = sum(len(labels) for _, labels in batch)
+        weight = 1 / (max(count, 1) if self._own_mean else share.global_count)
+        *passes, (inputs, labels) = batch
+        for one in passes:
+            if len(one[1]):
+                graphs.accumulate(*one, weight)
+        if len(labels):
+            graphs.step(inputs, labels, weight, learning_rate)
+        else:
+            self._finish(learning_rate)
+
+    def _graphs_for(self, dtype: tf.DType) -> _Graphs:
+        if dtype not in self._graphs:
+            scalar = tf.TensorSpec(())
+            batch = [tf.TensorSpec((None, *self._shape), dtype), tf.TensorSpec((None,), tf.int64)]
+
+            def graph(function: Callable[..., Any], *more: tf.TensorSpec) -> Callable[..., Any]:
+                # XLA has no Horovod operations.
+                compiled: Callable[..., Any] = tf.function(function, input_signature=[*batch, *more], jit_compile=False)
+                return compiled
+
+            self._graphs[dtype] = _Graphs(
+                step=graph(self._whole_step, scalar, scalar),
+                accumulate=graph(self._accumulate, scalar),
+                answer=graph(self._answer),
+            )
+        return self._graphs[dtype]
+
+    # Graphs: traced once, so that Python values in them are constants.
+
+    def _whole_step(self, inputs: tf.Tensor, labels: tf.Tensor, weight: tf.Tensor, rate: tf.Tensor) -> None:
+        before = self._statistics()
+        loss, count = tf.identity(self._loss), tf.identity(self._count)
+        gradients = self._backward(inputs, labels, weight)
+        self._apply(gradients, rate, lambda: self._put_back(before, loss, count))
+
+    def _finish_step(self, rate: tf.Tensor) -> None:
+        """The step of a rank whose last pass has no sample: it takes part in the reduction all the same."""
+        gradients = [tf.zeros_like(variable.value) for variable in self.model.trainable_variables]
+        self._apply(gradients, rate, lambda: None)
+
+    def _accumulate(self, inputs: tf.Tensor, labels: tf.Tensor, weight: tf.Tensor) -> None:
+        for total, gradient in zip(self._sums, self._backward(inputs, labels, weight), strict=True):
+            if gradient is not None:
+                total.assign_add(gradient)
+
+    def _backward(self, inputs: tf.Tensor, labels: tf.Tensor, weight: tf.Tensor) -> list[Any]:
+        with tf.GradientTape() as tape:
+            logits = tf.cast(self.model(self._normalize(inputs), training=True), tf.float32)
+            loss = tf.reduce_sum(self._losses(logits, labels))
+            share = tf.cast(tf.size(labels), tf.float32) * weight
+            total = loss * weight + sum(self.model.losses) * share  # what regularizers add counts once over all ranks
+            total = self.optimizer.scale_loss(total)
+        self._loss.assign_add(tf.cast(loss, tf.float64))
+        self._count.assign_add(tf.size(labels, tf.int64))
+        return list(tape.gradient(total, [variable.value for variable in self.model.trainable_variables]))
+
+    def _losses(self, logits: tf.Tensor, labels: tf.Tensor) -> tf.Tensor:
+        if not self._smoothing:
+            return tf.nn.sparse_softmax_cross_entropy_with_logits(labels, logits)
+        wanted = tf.one_hot(labels, logits.shape[-1])
+        return keras.losses.categorical_crossentropy(wanted, logits, True, self._smoothing)
+
+    def _apply(self, gradients: list[Any], rate: tf.Tensor, put_back: Callable[[], None]) -> None:
+        if self._sums:
+            gradients = [
+                total if one is None else one + total for one, total in zip(gradients, self._sums, strict=True)
+            ]
+        gradients = self.reducer(gradients)
+        for total in self._sums:
+            total.assign(tf.zeros_like(total))
+        if not self._skip_bad_steps:
+            self._update(gradients, rate)
+            return
+        # The reduced gradients are the same everywhere, so all ranks skip the same steps.
+        finite = tf.math.is_finite(tf.linalg.global_norm([one for one in gradients if one is not None]))
+        tf.cond(finite, lambda: self._update(gradients, rate), put_back)
+
+    def _update(self, gradients: list[Any], rate: tf.Tensor) -> None:
+        keep_momentum(getattr(self.optimizer, "inner_optimizer", self.optimizer), rate)
+        self.optimizer.apply(gradients, self.model.trainable_variables)
+
+    def _statistics(self) -> list[tf.Tensor]:
+        return [tf.identity(variable.value) for variable in self._local.values()] if self._skip_bad_steps else []
+
+    def _put_back(self, statistics: list[tf.Tensor], loss: tf.Tensor, count: tf.Tensor) -> None:
+        for variable, value in zip(self._local.values(), statistics, strict=True):
+            variable.assign(value)
+        self._loss.assign(loss)
+        self._count.assign(count)
+
+    def _answer(self, inputs: tf.Tensor, labels: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        logits = tf.cast(self.model(self._normalize(inputs), training=False), tf.float32)
+        losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels, logits)
+        right = tf.equal(tf.argmax(logits, axis=1), labels)
+        return tf.reduce_sum(tf.cast(losses, tf.float64)), tf.reduce_sum(tf.cast(right, tf.float64))
+
+    # Outside of the graphs
+
+    def train_sums(self) -> Sums:
+        """Read the running loss; this is the place that waits for the device."""
+        sums = Sums(loss=float(self._loss.numpy()), count=int(self._count.numpy()))
+        self._set_sums([])
+        return sums
+
+    def evaluate(self, dataset: Dataset, batches: Iterable[Indices]) -> Sums:
+        """Loss without label smoothing, and correct answers, over this rank's batches."""
+        loss, correct, count = tf.zeros((), tf.float64), tf.zeros((), tf.float64), 0
+        with self._averaged_statistics():
+            for inputs, labels in read_batches(dataset, batches, self._workers):
+                if not len(labels):
+                    continue
+                losses, right = self._graphs_for(inputs.dtype).answer(inputs, labels)
+                loss += losses
+                correct += right
+                count += len(labels)
+        return Sums(float(loss.numpy()), float(correct.numpy()), count)
+
+    def rank_state(self) -> dict[str, Any]:
+        """Random generators and running statistics of this rank, as arrays and plain types."""
+        generator = tf.random.get_global_generator().state
+        return {
+            **host_state(),
+            "arrays": copies(self._local) | {"tensorflow": generator.numpy()},
+            "sums": (float(self._loss.numpy()), int(self._count.numpy())),
+        }
+
+    def snapshot(self, rank_states: list[dict[str, Any]]) -> Callable[[Path], None]:
+        """Copy weights and optimizer to the host; the weights get the ranks' mean statistics."""
+        weights = copies(named(self.model)) | _mean_statistics(self._local, [state["arrays"] for state in rank_states])
+        optimizer = copies(optimizer_variables(self.optimizer))
+        if not all(np.isfinite(array).all() for array in weights.values() if array.dtype.kind == "f"):
+            raise UserError("the weights are not finite and were not saved: lower optimizer.lr or set clip_norm")
+        arrays = {
+            f"{rank}/{name}": array for rank, state in enumerate(rank_states) for name, array in state["arrays"].items()
+        }
+        plain = [{key: value for key, value in state.items() if key != "arrays"} for state in rank_states]
+
+        def save(folder: Path) -> None:
+            write(weights, folder / FILE)
+            write(optimizer, folder / OPTIMIZER)
+            write(arrays, folder / RANKS)
+            (folder / GENERATORS).write_text(json.dumps(plain), encoding="utf-8")
+
+        return save
+
+    def restore(self, folder: Path, rank: int | None) -> None:
+        """Load on every rank."""
+        weights, optimizer = read(folder / FILE), read(folder / OPTIMIZER)
+        own, steps = named(self.model), optimizer_variables(self.optimizer)
+        ranks = _read_plain(folder / GENERATORS)
+        check_shapes(shapes(own), shapes(weights))
+        check_shapes(shapes(steps), shapes(optimizer))
+        assign(own, weights)
+        assign(steps, optimizer)
+        if rank is not None:
+            self._set_rank_state(ranks[rank], read(folder / RANKS), rank)
+            self._set_sums([ranks[rank]["sums"]])
+        elif self.communicator.writes:
+            self._set_sums([state["sums"] for state in ranks])
+
+    def _set_rank_state(self, state: dict[str, Any], arrays: Arrays, rank: int) -> None:
+        mine = {name.removeprefix(f"{rank}/"): array for name, array in arrays.items() if name.startswith(f"{rank}/")}
+        set_host_state(state)
+        tf.random.get_global_generator().state.assign(mine.pop("tensorflow"))
+        check_shapes(shapes(self._local), shapes(mine))
+        assign(self._local, mine)
+
+    def _set_sums(self, sums: list[tuple[float, int]]) -> None:
+        """Go on with the loss of the steps since the last log."""
+        self._loss.assign(sum(loss for loss, _ in sums))
+        self._count.assign(sum(count for _, count in sums))
+
+    def load_weights(self, folder: Path) -> dict[str, str]:
+        """Take each array whose name and shape fit; the others keep their initial values."""
+        own, saved = named(self.model), read(folder / FILE)
+        report = report_shapes(shapes(own), shapes(saved))
+        assign({name: own[name] for name, what in report.items() if what == "loaded"}, saved)
+        return report
+
+    def fingerprint(self) -> str:
+        """SHA-256 over the trainable variables' bytes, in the model's order."""
+        return hash_arrays(variable.numpy() for variable in self.model.trainable_variables)
+
+    @contextmanager
+    def _averaged_statistics(self) -> Iterator[None]:
+        """Evaluate with the batch-norm statistics of all ranks, then train on with this rank's own."""
+        own = copies(self._local)
+        variables = list(self._local.values())
+        for variable, mean in zip(variables, averaged([v.value for v in variables], "statistics"), strict=True):
+            variable.assign(mean)
+        try:
+            yield
+        finally:
+            assign(self._local, own)
+
+
+@dataclass(frozen=True)
+class _Graphs:
+    """The compiled functions for inputs of one type."""
+
+    step: Callable[..., Any]
+    accumulate: Callable[..., Any]
+    answer: Callable[..., Any]
+
+
+def _claim_device(wanted: str, communicator: Communicator) -> tuple[str | None, str]:
+    """Make one GPU, or none, visible to this rank and limit its threads; the GPU's name on this host, and a fault."""
+    gpus = tf.config.list_physical_devices("GPU")
+    if wanted == "cuda" and not gpus:
+        return None, "device=cuda but TensorFlow sees no GPU: check nvidia-smi and the CUDA build, or use device=cpu"
+    # A launcher may show each rank one GPU of its own; then all are number 0.
+    mine = [gpus[communicator.local_rank % len(gpus)]] if gpus and wanted != "cpu" else []
+    # Once TensorFlow has run anything this is fixed, as in the second run of a sweep, which finds it done.
+    with suppress(RuntimeError):
+        if "TF_NUM_INTRAOP_THREADS" not in os.environ:
+            tf.config.threading.set_intra_op_parallelism_threads(_threads(communicator.local_size))
+        tf.config.set_visible_devices(mine, "GPU")
+        for gpu in mine:
+            tf.config.experimental.set_memory_growth(gpu, True)
+    shown = os.environ.get("CUDA_VISIBLE_DEVICES", "all")
+    return (f"{shown} {mine[0].name}" if mine else None), ""
+
+
+def _threads(local_size: int) -> int:
+    """The cores of one rank: a launcher that binds has divided them already."""
+    cores = len(os.sched_getaffinity(0))
+    bound = cores * local_size <= (os.cpu_count() or 1)
+    return cores if bound else max(1, cores // local_size)
+
+
+def _raise(sentence: str) -> None:
+    if sentence:
+        raise UserError(sentence)
+
+
+def _seed(seed: int) -> None:
+    seed_host(seed)
+    keras.utils.set_random_seed(seed % 2**32)
+    tf.random.set_global_generator(tf.random.Generator.from_seed(seed))
+
+
+def _make_model(config: Any, communicator: Communicator) -> keras.Model:
+    """The model, from the same seed on every rank; afterwards each rank draws its own numbers."""
+    keras.utils.clear_session(free_memory=False)  # automatic names begin anew: they are the names in checkpoints
+    keras.config.set_dtype_policy(POLICIES[config.precision])
+    _seed(config.seed)
+    model: keras.Model = instantiate(config.model)
+    model.build((None, *config.data.shape))
+    if config.sync_batch_norm and communicator.size > 1:
+        model = synchronize(model)
+    _seed(config.seed + 1 + communicator.rank)
+    for name, variable in local_variables(model).items():
+        if is_generator(variable):
+            seeds = np.random.default_rng((config.seed, communicator.rank, len(name)))
+            variable.assign(seeds.integers(0, 2**31, variable.shape).astype(variable.dtype))
+    return model
+
+
+def _make_optimizer(config: Any) -> keras.optimizers.Optimizer:
+    options = OmegaConf.to_container(config.optimizer, resolve=True)
+    assert isinstance(options, dict)
+    options["learning_rate"] = options.pop("lr")
+    if config.clip_norm is not None:
+        options["global_clipnorm"] = float(config.clip_norm)
+    optimizer: keras.optimizers.Optimizer = instantiate(options)
+    return keras.optimizers.LossScaleOptimizer(optimizer) if config.precision == "fp16" else optimizer
+
+
+def _normalizer(settings: Any) -> Callable[[tf.Tensor], tf.Tensor]:
+    """uint8 becomes float from 0 to 1; then (x - mean) / std per channel."""
+    mean, std = (list(settings.mean), list(settings.std)) if settings else ([0.0], [1.0])
+
+    def normalize(inputs: tf.Tensor) -> tf.Tensor:
+        if inputs.dtype == tf.uint8:
+            inputs = tf.cast(inputs, tf.float32) / 255
+        return (inputs - mean) / std if settings else inputs
+
+    return normalize
+
+
+def _mean_statistics(local: dict[str, Any], ranks: list[Arrays]) -> Arrays:
+    names = [name for name, variable in local.items() if not is_generator(variable)]
+    return {
+        name: np.mean([arrays[name] for arrays in ranks], axis=0).astype(ranks[0][name].dtype)
+        if ranks[0][name].dtype.kind == "f"
+        else ranks[0][name]
+        for name in names
+    }
+
+
+def _read_plain(file: Path) -> list[dict[str, Any]]:
+    try:
+        states: list[dict[str, Any]] = json.loads(file.read_text(encoding="utf-8"))
+        return [{**state, "sums": tuple(state["sums"])} for state in states]
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise UserError(f"{file} cannot be read ({error}): resume from another checkpoint") from error

@@ -1,0 +1,62 @@
+"""Run on 2 ranks by test_two_ranks.py: what the reducer promises, checked on every rank."""
+
+import keras
+import numpy as np
+import tensorflow as tf
+from jobs import compose_config
+from talk import expect
+
+from << cookiecutter.package_name >>.distributed import Communicator, open_communicator
+from << cookiecutter.package_name >>.errors import UserError
+from << cookiecutter.package_name >>.tensorflow.engine import build
+from << cookiecutter.package_name >>.tensorflow.reducer import Reducer, averaged, broadcast_variables
+
+
+def check_reducer(ranks: Communicator, groups: int | None, compression: str) -> None:
+    """5 samples, 3 on rank 0 and 2 or none on rank 1, give the gradient of all of them."""
+    keras.utils.set_random_seed(ranks.rank)
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(8, "tanh"), keras.layers.Dense(2)])
+    broadcast_variables(model.weights)
+    reducer = Reducer(groups=groups, compression=compression, predivide_factor=2.0)
+    inputs = np.random.default_rng(0).standard_normal((5, 4)).astype(np.float32)
+
+    def gradients(part: tf.Tensor) -> list[tf.Tensor]:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(tf.square(model(part))) / 5
+        result: list[tf.Tensor] = tape.gradient(loss, [v.value for v in model.trainable_variables])
+        return result
+
+    for cut in (3, 5):
+        mine = (inputs[:cut], inputs[cut:])[ranks.rank]
+        reduced = tf.function(lambda part: reducer(gradients(part)), jit_compile=False)(mine)
+        tolerance = 1e-6 if compression == "none" else 1e-2
+        for got, wanted in zip(reduced, gradients(inputs), strict=True):
+            np.testing.assert_allclose(got, wanted, rtol=tolerance, atol=tolerance)
+
+
+def check_weights(ranks: Communicator) -> None:
+    """Engines start equal on all ranks; one disturbed bit on one rank is noticed and named."""
+    engine = build(compose_config("data.batch_size=8"), ranks)
+    ranks.check_equal(engine.fingerprint(), "the weights")
+    if ranks.rank == 1:
+        variable = engine.model.trainable_variables[0]
+        value = variable.numpy()
+        value.flat[0] = np.nextafter(value.flat[0], np.float32(9))
+        variable.assign(value)
+    expect(RuntimeError, lambda: ranks.check_equal(engine.fingerprint(), "the weights"), "the weights of rank 1 differ")
+
+
+def main() -> None:
+    ranks = open_communicator("tensorflow", {"stall_shutdown_s": 60})
+    check_weights(ranks)
+    for groups, compression in ((None, "none"), (3, "none"), (1, "fp16")):
+        check_reducer(ranks, groups, compression)
+    if not ranks.hvd.mpi_enabled():
+        expect(UserError, lambda: Reducer(op="adasum"), "adasum needs MPI")
+    mean = averaged([tf.fill((2,), float(ranks.rank)), tf.constant(7)], "mean")
+    assert (mean[0].numpy().tolist(), int(mean[1])) == ([0.5, 0.5], 7)
+    print(f"rank {ranks.rank} passed")
+
+
+if __name__ == "__main__":
+    main()

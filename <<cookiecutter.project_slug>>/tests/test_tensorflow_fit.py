@@ -1,0 +1,115 @@
+"""Plain model.fit on two ranks: with our optimizer it is one training, with Horovod's own it is two."""
+
+import re
+import sys
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+from jobs import RANKS, run_ranks
+
+from << cookiecutter.package_name >>.checkpoint import Store
+from << cookiecutter.package_name >>.distributed import Communicator, open_communicator
+from << cookiecutter.package_name >>.errors import UserError
+from << cookiecutter.package_name >>.tensorflow.callbacks import Synchronize, restore
+from << cookiecutter.package_name >>.tensorflow.models import mlp
+from << cookiecutter.package_name >>.tensorflow.optimizer import distribute
+
+SCRIPT = str(RANKS / "tensorflow_fit.py")
+
+
+@pytest.fixture(scope="module")
+def communicator() -> Communicator:
+    return open_communicator("tensorflow")
+
+
+def fit(ranks: int, folder: Path, *mode: str) -> str:
+    folder.mkdir(exist_ok=True)
+    result = run_ranks(ranks, SCRIPT, str(folder), *mode)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+def weights(folder: Path) -> list[np.ndarray]:
+    with np.load(folder / "weights.npz") as file:
+        return [file[name] for name in file.files]
+
+
+@pytest.mark.slow
+def test_two_ranks_are_one_training(tmp_path: Path) -> None:
+    """Also when it is stopped between epochs; the saved file has the plain optimizer in it."""
+    outputs = [fit(2, tmp_path / "pair"), fit(1, tmp_path / "one")]
+    outputs += [fit(2, tmp_path / "parts", "stopped"), fit(2, tmp_path / "parts", "resumed")]
+    assert all("the ranks agree" in output for output in outputs)
+    assert "from epoch 2" in outputs[-1]
+    for folder in ("one", "parts"):
+        for pair, other in zip(weights(tmp_path / "pair"), weights(tmp_path / folder), strict=True):
+            np.testing.assert_allclose(pair, other, rtol=1e-4, atol=1e-5)
+    losses = [float(re.findall(r"'loss': ([\d.e-]+)", output)[0]) for output in outputs[:2]]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+    loaded = keras.saving.load_model(tmp_path / "pair" / "model.keras")
+    assert type(loaded.optimizer) is keras.optimizers.SGD
+    assert int(loaded.optimizer.iterations) == 80
+    newest = Store(tmp_path / "parts" / "checkpoints").newest_good()
+    assert newest
+    assert newest.step == 80
+    assert newest.meta["metrics"]["accuracy"] > 0.8
+
+
+@pytest.mark.slow
+def test_horovods_own_optimizer_trains_two_models(tmp_path: Path) -> None:
+    """The reason for ours; when this fails, Horovod works with Keras 3."""
+    assert "the ranks differ" in fit(2, tmp_path / "theirs", "horovods")
+
+
+def make_model(optimizer: keras.optimizers.Optimizer, jit: bool = False) -> keras.Model:
+    model = mlp([4], 2, hidden=[3])
+    model.compile(optimizer, "mse", jit_compile=jit)
+    return model
+
+
+def test_a_loss_scaled_optimizer_is_wrapped_as_a_whole(communicator: Communicator, tmp_path: Path) -> None:
+    optimizer = distribute(keras.optimizers.LossScaleOptimizer(keras.optimizers.AdamW(1e-3)))
+    model = make_model(optimizer)
+    model.fit(np.ones((8, 4)), np.ones((8, 2)), verbose=0, callbacks=[Synchronize()])
+    model.save(tmp_path / "model.keras")
+    loaded = keras.saving.load_model(tmp_path / "model.keras")
+    assert type(loaded.optimizer) is keras.optimizers.LossScaleOptimizer
+    assert type(loaded.optimizer.inner_optimizer) is keras.optimizers.AdamW
+
+
+def test_an_optimizer_of_your_own_keeps_its_name(communicator: Communicator) -> None:
+    class Mine(keras.optimizers.SGD):  # type: ignore[misc]
+        pass
+
+    optimizer = distribute(Mine(0.1))
+    assert (type(optimizer).__module__, type(optimizer).__name__) == (Mine.__module__, "Mine")
+    assert isinstance(optimizer, Mine)
+
+
+@pytest.mark.parametrize(
+    ("distributed", "jit", "sentence"),
+    [
+        (False, False, "the optimizer SGD is not distributed, so each rank would train a model of its own"),
+        (True, True, "jit_compile=True cannot be: XLA has no Horovod operations; pass jit_compile=False"),
+    ],
+)
+def test_what_would_train_wrongly_is_refused(
+    communicator: Communicator, distributed: bool, jit: bool, sentence: str
+) -> None:
+    plain = keras.optimizers.SGD(0.1)
+    model = make_model(distribute(plain) if distributed else plain, jit)
+    with pytest.raises(UserError, match=sentence):
+        model.fit(np.ones((8, 4)), np.ones((8, 2)), verbose=0, callbacks=[Synchronize()])
+
+
+def test_what_cannot_be_distributed_or_restored(communicator: Communicator, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="SGD is distributed already"):
+        distribute(distribute(keras.optimizers.SGD()))
+    with pytest.raises(UserError, match="str is no Keras 3 optimizer"):
+        distribute("sgd")
+    unbuilt = keras.Sequential([keras.layers.Dense(2)])
+    with pytest.raises(UserError, match=r"not ready to be restored: call model\.build"):
+        restore(unbuilt, Store(tmp_path), communicator)
+    assert sys.modules["horovod.tensorflow"].is_initialized()
