@@ -104,9 +104,8 @@ def main() -> None:
         for name, kind in kinds.items():
             times[name].append(contest.bare(kind))
         times["ours"].append(contest.ours())
-    print(
-        f"{options.engine}, {options.model}, {options.ranks} ranks ({contest.launcher[0]}), {BATCH} samples per rank and step"
-    )
+    started = f"{options.ranks} ranks ({contest.launcher[0]})"
+    print(f"{options.engine}, {options.model}, {started}, {BATCH} samples per rank and step")
     best = {name: min(values) for name, values in times.items()}
     for name, milliseconds in best.items():
         print(f"{name:20} {milliseconds:8.2f} ms  {milliseconds / best['bare Horovod']:5.2f} of bare Horovod")
