@@ -1,7 +1,9 @@
 """Tests, lints and tries the template: `nox -s tests`, `nox -s lint`, `nox -s demo`."""
 
+import itertools
 import json
 import platform
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -71,12 +73,26 @@ def demo_answers(session: nox.Session) -> list[str]:
     return [f"{key}={value}" for key, value in answers.items()]
 
 
-def render(session: nox.Session, answers: list[str]) -> Path:
-    """Renders into demo/, over an earlier demo: its environment and runs stay."""
-    DEMO.mkdir(exist_ok=True)
-    options = ["--no-input", "--overwrite-if-exists", "--output-dir", str(DEMO)]
+def render(session: nox.Session, answers: list[str], folder: Path = DEMO) -> Path:
+    """Renders into a folder, over an earlier project: its environment and runs stay."""
+    folder.mkdir(exist_ok=True)
+    options = ["--no-input", "--overwrite-if-exists", "--output-dir", str(folder)]
     session.run("cookiecutter", *options, ".", *answers)
-    return max(DEMO.glob("*/pyproject.toml"), key=lambda path: path.stat().st_mtime).parent
+    return max(folder.glob("*/pyproject.toml"), key=lambda path: path.stat().st_mtime).parent
+
+
+@nox.session(default=False)
+def locks(session: nox.Session) -> None:
+    """Renews the versions of the images for every CUDA and framework: after a change of pins or dependencies."""
+    session.install("cookiecutter>=2.6", "nox")
+    for cuda, framework in itertools.product(QUESTIONS["cuda_version"], ("torch", "tensorflow")):
+        answers = [f"cuda_version={cuda}", f"framework={framework}", "python_version=3.10"]
+        project = render(session, answers, Path(session.create_tmp()))
+        session.run("nox", "-f", str(project / "noxfile.py"), "-s", "lock")
+        target = Path("<<cookiecutter.project_slug>>/locks", cuda)
+        target.mkdir(parents=True, exist_ok=True)
+        for lock in (project / "locks").glob(f"{framework}-*.txt"):
+            shutil.copy(lock, target)
 
 
 @nox.session(default=False)

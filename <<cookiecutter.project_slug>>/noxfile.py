@@ -104,6 +104,27 @@ def tests(session: nox.Session) -> None:
     run(session, "pytest", *session.posargs)
 
 
+@nox.session(default=False, venv_backend="virtualenv")
+def lock(session: nox.Session) -> None:
+    """Writes locks/ anew: every version that goes into an image, see docs/container.md."""
+    session.install("uv")
+    for name in [extra for extra in EXTRAS if extra not in ("dev", "horovod")]:
+        framework, _, kind = name.partition("-")
+        kinds = [kind] if kind else ["cpu"] if f"{name}-gpu" in EXTRAS else ["cpu", "gpu"]
+        for wanted in kinds:
+            write_lock(session, name, Path(f"locks/{framework}-{wanted}.txt"))
+
+
+def write_lock(session: nox.Session, extra: str, file: Path) -> None:
+    """Pins what an extra needs on any Linux; for a GPU with hashes, for the CPU without CUDA's packages."""
+    options = ["--extra", extra, "--universal", "--no-header", "--no-annotate", "--output-file", str(file)]
+    options += ["--generate-hashes"] if file.stem.endswith("gpu") else []
+    session.run("uv", "pip", "compile", "--quiet", "pyproject.toml", *options)
+    if file.stem.endswith("cpu"):
+        lines = file.read_text().splitlines(keepends=True)
+        file.write_text("".join(line for line in lines if not line.startswith(("cuda-", "nvidia-", "triton"))))
+
+
 @nox.session(default=False)
 def train(session: nox.Session) -> None:
     """Trains on this machine; arguments go to launch/local.sh: `nox -s train -- -n 2 name=first`."""

@@ -24,6 +24,15 @@ def keep_one_license() -> None:
     shutil.rmtree("licenses")
 
 
+def keep_one_lock() -> None:
+    """Versions for the chosen CUDA alone."""
+    chosen = Path("locks", ANSWERS["cuda_version"])
+    for file in chosen.iterdir():
+        os.replace(file, Path("locks", file.name))
+    for folder in [path for path in Path("locks").iterdir() if path.is_dir()]:
+        shutil.rmtree(folder)
+
+
 def remove_unwanted() -> None:
     """Whole files are switched, never lines in them."""
     package = Path("src", ANSWERS["package_name"])
@@ -39,13 +48,15 @@ def remove_unwanted() -> None:
 def remove_wing(package: Path, wing: str) -> None:
     """What only one framework needs has its name in its path."""
     shutil.rmtree(package / wing)
-    for path in [*package.glob(f"conf/*/*{wing}*"), *Path("docs").glob(f"*{wing}*"), *Path("tests").rglob(f"*{wing}*")]:
+    folders = ("docs", "locks", "tests", package / "conf")
+    for path in [path for folder in folders for path in Path(folder).rglob(f"*{wing}*")]:
         path.unlink()
 
 
 def main() -> None:
     """Tidies the fresh project and says what to do with it."""
     keep_one_license()
+    keep_one_lock()
     remove_unwanted()
     print(NEXT_STEPS.format(**ANSWERS))
 

@@ -35,6 +35,16 @@ if grep --quiet libmpi.so "$horovod"/*/mpi_lib*.so && mpirun --version 2>/dev/nu
     if [[ $EUID -eq 0 ]]; then options+=(--allow-run-as-root); fi
     # mpirun gives rank 0 a terminal of its own even if its output goes to a file.
     if [[ ! -t 1 ]]; then export TTY_COMPATIBLE=0; fi
-    exec mpirun -np "$ranks" --host "localhost:$ranks" "${options[@]}" "${train[@]}"
+    # mpirun leaves its ranks a second after a SIGTERM, but passes SIGUSR1 on: so they save, then stop.
+    mpirun -np "$ranks" --host "localhost:$ranks" "${options[@]}" "${train[@]}" &
+    trap 'kill -USR1 $!' TERM
+    trap 'kill -INT $!' INT
+    code=0
+    wait $! || code=$?
+    while kill -0 $! 2>/dev/null; do # a signal has interrupted the wait
+        code=0
+        wait $! || code=$?
+    done
+    exit "$code"
 fi
 exec horovodrun --gloo -np "$ranks" --network-interfaces lo "${train[@]}"

@@ -1,0 +1,267 @@
+"""The container image of a generated project: really built, entered as its user, joined over ssh."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+from conftest import check, installable, run
+
+NEEDS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="building images without an engine needs root")
+BUILDAH = {"BUILDAH_ISOLATION": "chroot", "STORAGE_DRIVER": "overlay"}
+USER = "10001"
+CERTIFICATES = Path("/etc/ssl/certs/ca-certificates.crt")
+
+
+def buildah(*words: str | Path, fails: bool = False) -> str:
+    """Runs buildah and gives what it printed."""
+    command = ["buildah", *map(str, words)]
+    done = subprocess.run(command, env=os.environ | BUILDAH, capture_output=True, text=True)
+    assert (done.returncode != 0) == fails, f"{command}\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
+    return done.stdout + done.stderr
+
+
+@pytest.fixture(scope="session")
+def source(template: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A fresh project; the image is built from this folder."""
+    return installable(template, tmp_path_factory.mktemp("image"), "torch")
+
+
+@pytest.fixture(scope="session")
+def base(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A small Debian as a base image; none can be fetched everywhere."""
+    folder = tmp_path_factory.mktemp("debian") / "root"
+    check("debootstrap", "--variant=minbase", "bookworm", folder)
+    if CERTIFICATES.exists():  # those of a proxy, which a company's base image would have
+        shutil.copy(CERTIFICATES, folder / "etc/proxy.crt")
+        (folder / "etc/pip.conf").write_text("[global]\ncert = /etc/proxy.crt\n")
+    container = buildah("from", "scratch").strip()
+    buildah("add", "--quiet", container, folder, "/")
+    buildah("commit", "--quiet", container, "localhost/test-base")
+    buildah("rm", container)
+    shutil.rmtree(folder)
+    return "localhost/test-base"
+
+
+def build(source: Path, base: str, *more: str) -> str:
+    """Builds the CPU image; pip's own extra places for wheels are handed in."""
+    links = run(sys.executable, "-m", "pip", "config", "get", "global.find-links").stdout.strip()
+    links = os.environ.get("PIP_FIND_LINKS", links)
+    arguments = {"CUDA": "off", "BASE_IMAGE": base, "RUNTIME_IMAGE": base, "PYTHON_VERSION": "3.11"}
+    words = [f"--build-arg={key}={value}" for key, value in arguments.items()]
+    if links:
+        words += [f"--build-arg=PIP_FIND_LINKS={links}", *(f"--volume={place}:{place}:ro" for place in links.split())]
+    return buildah("bud", "--layers", "--tag", "localhost/test-image", *words, *more, source)
+
+
+@pytest.fixture(scope="session")
+def image(source: Path, base: str) -> str:
+    """The CPU image."""
+    log = build(source, base)
+    assert "build_horovod: proof of mpi" in log or "wheel" in log
+    return "localhost/test-image"
+
+
+@contextmanager
+def container(image: str) -> Iterator[str]:
+    """A container with a file system of its own."""
+    name = buildah("from", image).strip()
+    try:
+        yield name
+    finally:
+        buildah("rm", name)
+
+
+def inside(name: str, *words: str, options: tuple[str, ...] = ()) -> list[str]:
+    """The command that runs something in a container as the image does: its user, its entry."""
+    entry = ["tini", "-s", "--", "/opt/docker/entrypoint.sh"]
+    return ["buildah", "run", "--user", f"{USER}:0", *options, name, "--", *entry, *words]
+
+
+def enter(name: str, *words: str) -> str:
+    """Runs a command in a container."""
+    done = subprocess.run(inside(name, *words), env=os.environ | BUILDAH, capture_output=True, text=True)
+    assert done.returncode == 0, f"{words}\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
+    return done.stdout
+
+
+@pytest.mark.slow
+@NEEDS_ROOT
+def test_a_change_of_code_compiles_nothing(image: str, source: Path, base: str) -> None:
+    code = source / "src" / source.name.replace("-", "_") / "schedule.py"
+    code.write_text(code.read_text() + "\n# changed\n")
+    start = time.monotonic()
+    log = build(source, base)
+    print(f"built again in {time.monotonic() - start:.1f} s")
+    assert "build_horovod" not in log.replace("scripts/build_horovod.py", "").replace("/build_horovod.py", "")
+    assert log.count("Using cache") >= 8
+    with container(image) as name:
+        assert "# changed" in enter(name, "cat", f"/app/src/{code.parent.name}/schedule.py")
+
+
+@pytest.mark.slow
+@NEEDS_ROOT
+def test_it_trains_as_its_own_user(image: str) -> None:
+    with container(image) as name:
+        assert enter(name, "id", "-u").strip() == USER
+        output = enter(name, "launch/local.sh", "-n", "2", "name=pair")
+        assert float(re.findall(r"best validation accuracy +│ ([\d.]+) %", output)[0]) >= 97
+        assert enter(name, "ls", "runs/pair/logs").split() == ["rank-0.log", "rank-1.log"]
+
+
+@pytest.mark.slow
+@NEEDS_ROOT
+def test_the_projects_tests_pass_in_it(image: str) -> None:
+    with container(image) as name:
+        install = ["pip", "install", "--quiet", "--target", "/tmp/tools", "pytest", "moto[server]", "s3fs"]
+        enter(name, *install)
+        command = 'PYTHONPATH=/tmp/tools python -m pytest -q -p no:cacheprovider -m "not slow" tests'
+        assert re.search(r"\d+ passed", enter(name, "bash", "-c", command))
+
+
+@pytest.mark.slow
+@NEEDS_ROOT
+def test_every_library_is_there_and_no_compiler(image: str) -> None:
+    with container(image) as name:
+        libraries = "ldd $(find /opt/venv -name 'mpi_lib*.so')"
+        assert "not found" not in enter(name, "bash", "-c", libraries)
+        assert "libmpi.so" in enter(name, "bash", "-c", libraries)
+        assert enter(name, "bash", "-c", "type -P g++ make nvcc ccache || echo none").strip() == "none"
+        assert enter(name, "bash", "-c", "ls /etc/ssh/ssh_host_* 2>/dev/null || echo none").strip() == "none"
+        assert enter(name, "bash", "-lc", "command -v python").strip() == "/opt/venv/bin/python"
+    labels = json.loads(buildah("inspect", "--type", "image", image))["OCIv1"]["config"]["Labels"]
+    assert labels["org.opencontainers.image.version"] == "0.1.0"
+
+
+@pytest.mark.slow
+@NEEDS_ROOT
+def test_a_stop_saves_first(image: str) -> None:
+    with container(image) as name:
+        command = inside(name, "launch/local.sh", "-n", "2", "name=stopped", "epochs=100000")
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        with subprocess.Popen(command, env=os.environ | BUILDAH, text=True, **pipes) as job:  # type: ignore[call-overload]
+            wait_for(lambda: "val/loss" in run(*inside(name, "cat", "runs/stopped/metrics.jsonl")).stdout)
+            (tini,) = check("pgrep", "--full", "^tini -s -- .*name=stopped").split()
+            os.kill(int(tini), signal.SIGTERM)
+            output, _ = job.communicate(timeout=30)
+        stopped = re.search(r"stopped by a signal after step (\d+)", output)
+        assert stopped, output
+        latest = enter(name, "cat", "runs/stopped/checkpoints/latest")
+        assert int(re.findall(r"step-(\d+)", latest)[0]) == int(stopped[1])
+
+
+def wait_for(condition: "object") -> None:
+    """Returns as soon as a condition holds."""
+    for _ in range(120):
+        if condition():  # type: ignore[operator]
+            return
+        time.sleep(0.5)
+    raise AssertionError("it did not come")
+
+
+@contextmanager
+def two_hosts() -> Iterator[list[tuple[str, str]]]:
+    """Two network namespaces on one bridge: names and addresses."""
+    hosts = [("image-host-1", "10.77.0.1"), ("image-host-2", "10.77.0.2")]
+    with ExitStack() as cleaning:
+        check("ip", "link", "add", "image-bridge", "type", "bridge")
+        cleaning.callback(run, "ip", "link", "del", "image-bridge")
+        check("ip", "link", "set", "image-bridge", "up")
+        for number, (name, address) in enumerate(hosts):
+            check("ip", "netns", "add", name)
+            cleaning.callback(run, "ip", "netns", "del", name)
+            check("ip", "link", "add", f"image-{number}", "type", "veth", "peer", "name", "eth0", "netns", name)
+            check("ip", "link", "set", f"image-{number}", "master", "image-bridge", "up")
+            for words in (["addr", "add", f"{address}/24", "dev", "eth0"], ["link", "set", "eth0", "up"]):
+                check("ip", "-n", name, *words)
+            check("ip", "-n", name, "link", "set", "lo", "up")
+        yield hosts
+
+
+@pytest.mark.slow
+@NEEDS_ROOT
+def test_two_containers_train_together(image: str, source: Path, tmp_path: Path) -> None:
+    """A container in each of two networks, over ssh and MPI; the run's folder is shared."""
+    keys, runs = tmp_path / "keys", tmp_path / "runs"
+    for folder in (keys, runs):
+        folder.mkdir()
+        os.chown(folder, int(USER), 0)
+    check("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", keys / "id_ed25519")
+    os.chmod(keys / "id_ed25519", 0o644)  # as badly as a platform may do it
+    options = ("--volume", f"{keys}:/run/secrets/ssh:ro", "--volume", f"{runs}:/app/runs")
+    with ExitStack() as stack:
+        hosts = stack.enter_context(two_hosts())
+        names = [stack.enter_context(container(image)) for _ in range(3)]
+        for (host, _), name in zip(hosts, names, strict=False):
+            command = ["ip", "netns", "exec", host, *inside(name, "worker", options=options)]
+            worker = subprocess.Popen(command, env=os.environ | BUILDAH, stderr=subprocess.DEVNULL)
+            stack.callback(worker.wait)
+            stack.callback(run, "pkill", "--full", "sshd -D -e -f /opt/docker/sshd_config")
+        listening = ["ip", "netns", "exec", hosts[0][0], "bash", "-c"]
+        for _, address in hosts:
+            wait_for(lambda address=address: run(*listening, f": <>/dev/tcp/{address}/2222").returncode == 0)
+        package = source.name.replace("-", "_")
+        train = ["python", "-m", f"{package}.train", "name=pair", "epochs=3"]
+        places = ",".join(f"{address}:1" for _, address in hosts)
+        network = [*("--mca", "btl_tcp_if_include", "10.77.0.0/24"), *("--mca", "oob_tcp_if_include", "10.77.0.0/24")]
+        job = ["mpirun", "--host", places, "--bind-to", "none", *network, *train]
+        command = ["ip", "netns", "exec", hosts[0][0], *inside(names[2], *job, options=options)]
+        done = subprocess.run(command, env=os.environ | BUILDAH, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "ranks, global batch      │ 2, 64" in done.stdout
+        assert {file.name for file in (runs / "pair/logs").iterdir()} == {"rank-0.log", "rank-1.log"}
+
+
+@pytest.fixture
+def entry(source: Path, tmp_path: Path) -> Path:
+    """The entry point with programs of ours first on PATH."""
+    (tmp_path / "bin").mkdir()
+    return source / "docker/entrypoint.sh"
+
+
+def start_entry(entry: Path, tmp_path: Path, *words: str, **settings: str) -> "subprocess.CompletedProcess[str]":
+    environment = {**os.environ, "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", **settings}
+    return subprocess.run([entry, *words], env=environment, capture_output=True, text=True, timeout=30)
+
+
+def fake(tmp_path: Path, program: str, text: str) -> None:
+    file = tmp_path / "bin" / program
+    file.write_text(f"#!/bin/sh\n{text}\n")
+    file.chmod(0o755)
+
+
+def test_the_entry_says_what_is_missing(entry: Path, tmp_path: Path) -> None:
+    fake(tmp_path, "nvidia-smi", "exit 9")
+    done = start_entry(entry, tmp_path, "true", IMAGE_CUDA="13.0")
+    assert done.returncode == 0
+    assert "no GPU is visible and the CPU is used: start the container with 'docker run --gpus all'" in done.stderr
+    fake(tmp_path, "nvidia-smi", "echo '| NVIDIA-SMI 550.54 Driver Version: 550.54 CUDA Version: 12.4 |'")
+    done = start_entry(entry, tmp_path, "true", IMAGE_CUDA="13.0")
+    assert done.returncode == 2
+    assert "the driver supports CUDA 12.4 but this image is for CUDA 13.0: update the driver" in done.stderr
+    assert start_entry(entry, tmp_path, "true", IMAGE_CUDA="12.9").returncode == 0
+    fake(tmp_path, "df", "echo 65536")
+    assert "/dev/shm has 65 MB, too little for data.workers" in start_entry(entry, tmp_path, "true").stderr
+    done = start_entry(entry, tmp_path, "worker", SSH_SECRET=str(tmp_path / "none"))
+    assert done.returncode == 2
+    assert f"no id_ed25519 and id_ed25519.pub in {tmp_path}/none that uid" in done.stderr
+
+
+def test_the_entry_passes_the_code_on(entry: Path, tmp_path: Path) -> None:
+    assert start_entry(entry, tmp_path, "bash", "-c", "exit 75").returncode == 75
+
+
+def test_the_files_around_it(source: Path) -> None:
+    check("shellcheck", *sorted((source / "docker").glob("*.sh")))
+    check(Path(sys.executable).with_name("hadolint"), source / "Dockerfile")
+    ignored = (source / ".dockerignore").read_text().splitlines()
+    assert ignored[2] == "*"
+    assert "!secrets" not in ignored
