@@ -13,10 +13,18 @@ from conftest import COMBINATIONS, HARD_ANSWERS, PROJECT_FOLDER, ROOT, check, re
 from nox.project import load_toml
 
 SHELL = {
+    ".dockerignore",
     ".github/workflows/ci.yml",
+    ".github/workflows/image.yml",
     ".gitignore",
+    "Dockerfile",
     "LICENSE",
     "README.md",
+    "compose.yaml",
+    "docker/entrypoint.sh",
+    "docker/environment.sh",
+    "docker/health.sh",
+    "docker/sshd_config",
     "launch/local.sh",
     "noxfile.py",
     "pyproject.toml",
@@ -44,6 +52,12 @@ def code_files(template: Path, framework: str = "torch") -> set[str]:
     return {name.replace("<<cookiecutter.package_name>>", "my_training") for name in names}
 
 
+def locks(framework: str) -> set[str]:
+    """One for each framework and kind."""
+    frameworks = ("torch", "tensorflow") if framework == "both" else (framework,)
+    return {f"locks/{name}-{kind}.txt" for name in frameworks for kind in ("cpu", "gpu")}
+
+
 def label(answers: dict[str, Any]) -> str:
     return "-".join(map(str, answers.values()))
 
@@ -52,7 +66,7 @@ def label(answers: dict[str, Any]) -> str:
 def test_every_combination(answers: dict[str, Any], template: Path, tmp_path: Path) -> None:
     project = render(template, tmp_path, **answers)
     chosen = {path for key, path in OPTIONAL.items() if answers[key]}
-    wanted = SHELL | chosen | code_files(template, answers["framework"])
+    wanted = SHELL | chosen | code_files(template, answers["framework"]) | locks(answers["framework"])
     assert files(project) == wanted
     assert LICENSE_WORDS[answers["license"]] in (project / "LICENSE").read_text()
     for name in wanted:
@@ -82,6 +96,9 @@ def check_versions(project: Path, answers: dict[str, Any]) -> None:
     written = settings["project"]["optional-dependencies"]
     assert written == {"horovod": ["horovod==0.28.1"], **extras, "dev": written["dev"]}
     workflow = yaml.safe_load((project / ".github/workflows/ci.yml").read_text())
+    for framework, version in (("torch", torch), ("tensorflow", tensorflow)):
+        for lock in (project / "locks").glob(f"{framework}-*.txt"):
+            assert re.search(rf"^{framework}(-cpu)?(\[and-cuda\])?=={version}\b", lock.read_text(), re.MULTILINE), lock
     assert {"python-version": python} in [step.get("with") for step in workflow["jobs"]["test"]["steps"]]
 
 
@@ -145,7 +162,7 @@ def commit(repository: Path) -> None:
 def test_git_url(published: Path, template: Path, tmp_path: Path) -> None:
     url = f"git+file://{published}"
     check(sys.executable, "-m", "cookiecutter", url, "--no-input", "-o", tmp_path / "out")
-    assert files(tmp_path / "out/my-training") == SHELL | code_files(template)
+    assert files(tmp_path / "out/my-training") == SHELL | code_files(template) | locks("torch")
 
 
 def test_cruft(published: Path, template: Path, tmp_path: Path) -> None:

@@ -104,6 +104,11 @@ NEEDED = (  # or it does not compile, or does not run
     Edit("horovod/common/ops/cuda/CMakeLists.txt", "nvcc with gcc >= 14", r"STANDARD 11\)", "STANDARD 17)"),
     Edit("horovod/common/gloo/gloo_controller.cc", "an empty list of ranks: over Gloo no stalled rank is ever noticed",
          r"global_ranks_\.reserve\(size_\)", "global_ranks_.resize(size_)"),
+    Edit("horovod/common/gloo/gloo_context.cc", "over Gloo the data took the network of the host name, not the chosen one",
+         r"^  assert\(global_context\.IsEnabled\(\)\);\n", "\\g<0>  gloo_iface_ = global_context.gloo_iface_;\n"),
+    Edit("third_party/gloo/gloo/transport/tcp/device.cc", "a host name without an address crashed the process",
+         r"GLOO_ENFORCE_NE\(rv, -1\);",
+         'GLOO_ENFORCE_EQ(rv, 0, "no address for ", attr.hostname, ": ", gai_strerror(rv));'),
     Edit("setup.py", "nothing in it imports cffi", r"require_list\.append\('cffi>=1\.4\.0'\)", "pass"),
 )
 QUICK = (  # and small, at the same optimisation level

@@ -136,6 +136,7 @@ def test_lineage(store: Store) -> None:
     assert publish(elsewhere, 30).meta["parent"] == str(first.folder.resolve())
 
 
+@pytest.mark.skipif(shutil.which("git") is None, reason="an image has no git")
 def test_describe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     git = ["git", "-C", str(tmp_path), "-c", "user.name=t", "-c", "user.email=t@localhost"]
     monkeypatch.setattr(module, "__file__", str(tmp_path / "checkpoint.py"))

@@ -268,7 +268,8 @@ def test_weights_from_another_run(engine: str, tmp_path: Path, capsys: pytest.Ca
     assert re.search(rf"{first} +│ loaded", printed)
     assert re.search(rf"{new} +│ not loaded: None in the file, {re.escape(shape)} in the model", printed)
     with pytest.raises(UserError, match=r"not one tensor of .* fits the model"):
-        train_here(tmp_path / "other", f"weights_from={teacher}", "model.hidden=[7,7]")
+        other = ("data=synthetic", "data.source.samples=64", "data.classes=7", "model.hidden=[7]")
+        train_here(tmp_path / "other", f"weights_from={teacher}", *other)
 
 
 def test_training_ends_when_it_no_longer_improves(tmp_path: Path) -> None:

@@ -161,6 +161,8 @@ def open_communicator(framework: str, settings: Mapping[str, Any] = MappingProxy
     for option, variable, convert in SETTINGS:
         if settings.get(option) is not None:
             os.environ[variable] = str(convert(settings[option]))
+    if _first_variable(SIZE_VARIABLES) is None:  # a process alone needs no network, not even a name of this host
+        os.environ.setdefault("HOROVOD_GLOO_IFACE", "lo")
     hvd = _import_horovod(framework)
     hvd.init()
     _check_size(hvd.size())
