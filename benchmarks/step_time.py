@@ -42,7 +42,9 @@ class Contest:
     def _launcher(self) -> list[str]:
         """The command with which launch/local.sh starts ranks here."""
         script = (self.project / "launch" / "local.sh").read_text()
-        trial = script.replace("exec mpirun", "echo mpirun").replace("exec horovodrun", "echo horovodrun")
+        trial = script.replace("    mpirun -np", "    echo mpirun -np").replace(
+            "exec horovodrun", "exec echo horovodrun"
+        )
         trial = trial.replace('cd "$(dirname "${BASH_SOURCE[0]}")/.."', "true")
         words = self._output(["bash", "-c", trial, "local.sh", "-n", str(self.ranks)]).split()
         return words[: words.index("python")]

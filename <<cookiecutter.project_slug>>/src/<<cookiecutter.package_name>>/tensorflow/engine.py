@@ -25,7 +25,7 @@ from ..seeds import host_state, seed_host, set_host_state
 from ..weights import FILE, check_shapes, hash_arrays, report_shapes
 from .batch_norm import synchronize
 from .loader import Tensors, read_batches, read_shares
-from .optimizer import keep_momentum
+from .optimizer import SteadySGD
 from .reducer import Reducer, averaged, broadcast_variables
 from .variables import (
     Arrays,
@@ -174,7 +174,7 @@ class TensorFlowEngine:
         tf.cond(finite, lambda: self._update(gradients, rate), put_back)
 
     def _update(self, gradients: list[Any], rate: tf.Tensor) -> None:
-        keep_momentum(getattr(self.optimizer, "inner_optimizer", self.optimizer), rate)
+        self.optimizer.learning_rate.assign(rate)
         self.optimizer.apply(gradients, self.model.trainable_variables)
 
     def _statistics(self) -> list[tf.Tensor]:
@@ -361,6 +361,8 @@ def _make_optimizer(config: Any) -> keras.optimizers.Optimizer:
     if config.clip_norm is not None:
         options["global_clipnorm"] = float(config.clip_norm)
     optimizer: keras.optimizers.Optimizer = instantiate(options)
+    if type(optimizer) is keras.optimizers.SGD:
+        optimizer.__class__ = SteadySGD
     return keras.optimizers.LossScaleOptimizer(optimizer) if config.precision == "fp16" else optimizer
 
 

@@ -59,12 +59,26 @@ def _distributed(plain: type[Any], reducer: Reducer) -> type[Any]:
     return type(plain.__name__, (plain,), {**names, "apply": apply, "distributed": True})
 
 
-def keep_momentum(optimizer: keras.optimizers.Optimizer, rate: tf.Tensor) -> None:
-    """Set the learning rate, and scale the velocity of SGD with it.
+class SteadySGD(keras.optimizers.SGD):  # type: ignore[misc]
+    """SGD whose velocity does not have the learning rate in it, so that a change of the rate acts at once.
 
-    Keras' velocity has the learning rate in it; without the scaling a change of rate would act on old gradients too
-    late (Goyal et al. 2017, section 3: momentum correction). So a schedule means the same as for other frameworks.
+    Keras' own velocity does (equations 9 and 10 of Goyal et al. 2017), which would let old rates act on for some steps.
     """
+
+    def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
+        """Keras calls this for each variable."""
+        if not self.momentum:
+            super().update_step(gradient, variable, learning_rate)
+            return
+        gradient = tf.cast(gradient, variable.dtype)
+        velocity = self.momentums[self._get_variable_index(variable)]
+        self.assign(velocity, velocity * self.momentum - gradient)
+        step = velocity * self.momentum - gradient if self.nesterov else velocity
+        self.assign_add(variable, tf.cast(learning_rate, variable.dtype) * step)
+
+
+def keep_momentum(optimizer: keras.optimizers.Optimizer, rate: tf.Tensor) -> None:
+    """Set the learning rate of a plain optimizer, and scale the velocity of SGD with it: the same as SteadySGD does."""
     if isinstance(optimizer, keras.optimizers.SGD) and optimizer.momentum:
         ratio = rate / tf.convert_to_tensor(optimizer.learning_rate)
         for velocity in optimizer.momentums:
