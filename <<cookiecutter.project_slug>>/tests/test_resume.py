@@ -126,6 +126,19 @@ def test_a_signal_within_an_evaluation(job: Job, tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.slow
+def test_a_second_job_on_a_run_is_refused(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with start_job(1, run, "epochs=100000", *QUICK) as first:
+        wait_for_training(run)
+        process = wait_for_process(run, 0)
+        with pytest.raises(UserError, match=rf"is in use by .*{process}.*: wait for that job, stop it"):
+            train_here(run)
+        os.kill(process, signal.SIGUSR1)
+        first.communicate(timeout=60)
+    assert first.returncode == EXIT_CODE
+
+
+@pytest.mark.slow
 def test_horovodrun_leaves_time_to_save(tmp_path: Path) -> None:
     """horovodrun passes SIGTERM on and waits some seconds before it kills."""
     launcher = ["horovodrun", "--gloo", "--network-interfaces", "lo", "-np", "2", sys.executable, "-m"]

@@ -177,6 +177,18 @@ def test_a_bad_step_is_skipped_or_seen(communicator: Communicator) -> None:
     assert engine.train_sums().count == 4
 
 
+def test_a_bad_first_pass_is_skipped_too(communicator: Communicator) -> None:
+    engine, splits = make(communicator, "on_nan=skip", "horovod.accumulation=2")
+    share = Sampler(len(splits.train), global_batch=4).share(Position())
+    before = [variable.numpy() for variable in engine.model.variables]
+    good = batch_of(splits, share.passes[0])
+    engine.train_step(share, [*POISON, *good], RATE)
+    assert all(np.array_equal(one, other) for one, other in zip(engine.model.variables, before, strict=True))
+    engine.train_step(share, [*good, *good], RATE)
+    sums = engine.train_sums()
+    assert (math.isfinite(sums.loss), sums.count) == (True, 8)
+
+
 def test_a_poisoned_model_is_never_saved(communicator: Communicator) -> None:
     engine, splits = make(communicator)
     share = Sampler(len(splits.train), global_batch=4).share(Position())

@@ -85,6 +85,8 @@ class TensorFlowEngine:
         self._count = tf.Variable(0, dtype=tf.int64)
         accumulates = horovod.accumulation > 1
         self._sums = [tf.Variable(tf.zeros_like(v.value)) for v in model.trainable_variables] if accumulates else []
+        watched = self._watched() if self._skip_bad_steps else []
+        self._kept = [tf.Variable(tf.convert_to_tensor(one)) for one in watched]
         self._graphs: dict[tf.DType, _Graphs] = {}
         self._finish = tf.function(self._finish_step, input_signature=[tf.TensorSpec(())], jit_compile=False)
 
@@ -97,6 +99,8 @@ class TensorFlowEngine:
         graphs = self._graphs_for(batch[0][0].dtype)
         count = sum(len(labels) for _, labels in batch)
         weight = 1 / (max(count, 1) if self._own_mean else share.global_count)
+        for kept, one in zip(self._kept, self._watched(), strict=False):
+            kept.assign(one)
         *passes, (inputs, labels) = batch
         for one in passes:
             if len(one[1]):
@@ -126,20 +130,15 @@ class TensorFlowEngine:
     # Graphs: traced once, so that Python values in them are constants.
 
     def _whole_step(self, inputs: tf.Tensor, labels: tf.Tensor, weight: tf.Tensor, rate: tf.Tensor) -> None:
-        before = self._statistics()
-        loss, count = tf.identity(self._loss), tf.identity(self._count)
-        gradients = self._backward(inputs, labels, weight)
-        self._apply(gradients, rate, lambda: self._put_back(before, loss, count))
+        self._apply(self._backward(inputs, labels, weight), rate)
 
     def _finish_step(self, rate: tf.Tensor) -> None:
         """The step of a rank whose last pass has no sample: it takes part in the reduction all the same."""
-        gradients = [tf.zeros_like(variable.value) for variable in self.model.trainable_variables]
-        self._apply(gradients, rate, lambda: None)
+        self._apply([tf.zeros_like(variable.value) for variable in self.model.trainable_variables], rate)
 
     def _accumulate(self, inputs: tf.Tensor, labels: tf.Tensor, weight: tf.Tensor) -> None:
         for total, gradient in zip(self._sums, self._backward(inputs, labels, weight), strict=True):
-            if gradient is not None:
-                total.assign_add(gradient)
+            total.assign_add(gradient)
 
     def _backward(self, inputs: tf.Tensor, labels: tf.Tensor, weight: tf.Tensor) -> list[Any]:
         with tf.GradientTape() as tape:
@@ -150,7 +149,9 @@ class TensorFlowEngine:
             total = self.optimizer.scale_loss(total)
         self._loss.assign_add(tf.cast(loss, tf.float64))
         self._count.assign_add(tf.size(labels, tf.int64))
-        return list(tape.gradient(total, [variable.value for variable in self.model.trainable_variables]))
+        variables = [variable.value for variable in self.model.trainable_variables]
+        # Zeros for what the loss does not reach: the reduction must be of the same gradients on every rank.
+        return list(tape.gradient(total, variables, unconnected_gradients=tf.UnconnectedGradients.ZERO))
 
     def _losses(self, logits: tf.Tensor, labels: tf.Tensor) -> tf.Tensor:
         if not self._smoothing:
@@ -158,11 +159,9 @@ class TensorFlowEngine:
         wanted = tf.one_hot(labels, logits.shape[-1])
         return keras.losses.categorical_crossentropy(wanted, logits, True, self._smoothing)
 
-    def _apply(self, gradients: list[Any], rate: tf.Tensor, put_back: Callable[[], None]) -> None:
+    def _apply(self, gradients: list[Any], rate: tf.Tensor) -> None:
         if self._sums:
-            gradients = [
-                total if one is None else one + total for one, total in zip(gradients, self._sums, strict=True)
-            ]
+            gradients = [one + total for one, total in zip(gradients, self._sums, strict=True)]
         gradients = self.reducer(gradients)
         for total in self._sums:
             total.assign(tf.zeros_like(total))
@@ -170,21 +169,20 @@ class TensorFlowEngine:
             self._update(gradients, rate)
             return
         # The reduced gradients are the same everywhere, so all ranks skip the same steps.
-        finite = tf.math.is_finite(tf.linalg.global_norm([one for one in gradients if one is not None]))
-        tf.cond(finite, lambda: self._update(gradients, rate), put_back)
+        finite = tf.math.is_finite(tf.linalg.global_norm(gradients))
+        tf.cond(finite, lambda: self._update(gradients, rate), self._put_back)
 
     def _update(self, gradients: list[Any], rate: tf.Tensor) -> None:
         self.optimizer.learning_rate.assign(rate)
         self.optimizer.apply(gradients, self.model.trainable_variables)
 
-    def _statistics(self) -> list[tf.Tensor]:
-        return [tf.identity(variable.value) for variable in self._local.values()] if self._skip_bad_steps else []
+    def _put_back(self) -> None:
+        for kept, one in zip(self._kept, self._watched(), strict=True):
+            one.assign(kept)
 
-    def _put_back(self, statistics: list[tf.Tensor], loss: tf.Tensor, count: tf.Tensor) -> None:
-        for variable, value in zip(self._local.values(), statistics, strict=True):
-            variable.assign(value)
-        self._loss.assign(loss)
-        self._count.assign(count)
+    def _watched(self) -> list[Any]:
+        """What a step changes beside the weights: as it was before, if the step is skipped."""
+        return [*self._local.values(), self._loss, self._count]
 
     def _answer(self, inputs: tf.Tensor, labels: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         logits = tf.cast(self.model(self._normalize(inputs), training=False), tf.float32)
