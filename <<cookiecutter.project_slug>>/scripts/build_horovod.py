@@ -104,7 +104,7 @@ NEEDED = (  # or it does not compile, or does not run
     Edit("horovod/common/ops/cuda/CMakeLists.txt", "nvcc with gcc >= 14", r"STANDARD 11\)", "STANDARD 17)"),
     Edit("horovod/common/gloo/gloo_controller.cc", "an empty list of ranks: over Gloo no stalled rank is ever noticed",
          r"global_ranks_\.reserve\(size_\)", "global_ranks_.resize(size_)"),
-    Edit("horovod/common/gloo/gloo_context.cc", "over Gloo the data took the network of the host name, not the chosen one",
+    Edit("horovod/common/gloo/gloo_context.cc", "over Gloo the data ignored the network that was chosen",
          r"^  assert\(global_context\.IsEnabled\(\)\);\n", "\\g<0>  gloo_iface_ = global_context.gloo_iface_;\n"),
     Edit("third_party/gloo/gloo/transport/tcp/device.cc", "a host name without an address crashed the process",
          r"GLOO_ENFORCE_NE\(rv, -1\);",
