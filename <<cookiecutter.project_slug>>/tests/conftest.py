@@ -15,14 +15,14 @@ Job = Callable[..., subprocess.CompletedProcess[str]]
 
 @pytest.fixture(params=ENGINES)
 def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Each engine of the project in turn; configs and jobs of the test take it."""
+    """Each engine of the project in turn; configs and jobs of the test take it, and without it the first one."""
     name = str(request.param)
     monkeypatch.setenv("TESTED_ENGINE", name)
     return name
 
 
 @pytest.fixture
-def job(engine: str, tmp_path: Path) -> Job:
+def job(tmp_path: Path) -> Job:
     """Runs a whole job of several ranks in `folder` (default: tmp_path/run) and returns what it printed."""
 
     def run(ranks: int, *overrides: str, folder: Path = tmp_path / "run") -> subprocess.CompletedProcess[str]:

@@ -39,7 +39,7 @@ from << cookiecutter.package_name >>.manifest import read_manifest, seal
 from << cookiecutter.package_name >>.preemption import EXIT_CODE
 from << cookiecutter.package_name >>.train import train
 
-pytestmark = pytest.mark.usefixtures("engine")
+each_engine = pytest.mark.usefixtures("engine")
 
 QUICK = ("tracking.tensorboard=false", "data.evaluation_batch=64")
 MLP = ("epochs=2", "model.hidden=[16]", *QUICK)
@@ -63,6 +63,7 @@ def train_here(folder: Path, *overrides: str) -> Path:
     return folder
 
 
+@each_engine
 @pytest.mark.slow
 def test_killed_at_random_moments_it_ends_with_the_same_bits(job: Job, tmp_path: Path) -> None:
     """KILLS=50 in the environment makes it the long version."""
@@ -83,6 +84,7 @@ def test_killed_at_random_moments_it_ends_with_the_same_bits(job: Job, tmp_path:
         assert values(run, name) == values(tmp_path / "whole", name)
 
 
+@each_engine
 @pytest.mark.slow
 def test_two_then_one_then_three_then_two_ranks(job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each part ends within an epoch by a signal to one rank; together they are the undisturbed run."""
@@ -154,6 +156,7 @@ def test_horovodrun_leaves_time_to_save(tmp_path: Path) -> None:
     assert newest(tmp_path / "run").step == int(stopped[1])
 
 
+@each_engine
 def test_from_a_named_step_it_ends_with_the_same_bits(tmp_path: Path) -> None:
     """Dropout draws random numbers in every step; the optimizer's options are the config's, not the file's."""
     options = ("model.dropout=0.2", "checkpoint.every_steps=20", "checkpoint.keep_last=9")
@@ -178,6 +181,7 @@ def test_a_last_checkpoint_that_fails_fails_the_run(tmp_path: Path, monkeypatch:
             train_here(disk / "run")
 
 
+@each_engine
 def test_an_asynchronous_checkpoint_is_the_synchronous_one(tmp_path: Path) -> None:
     for name in ("true", "false"):
         train_here(tmp_path / name, f"checkpoint.asynchronous={name}", "checkpoint.every_steps=7")
@@ -228,6 +232,7 @@ class Bomb:
         return Path.write_text, (self.mark, "code ran")
 
 
+@each_engine
 def test_no_file_of_a_checkpoint_can_run_code(tmp_path: Path) -> None:
     run = train_here(tmp_path / "run", "epochs=1")
     names = set(read_manifest(newest(run).folder)) - {"meta.json"}
@@ -243,6 +248,7 @@ def test_no_file_of_a_checkpoint_can_run_code(tmp_path: Path) -> None:
     assert not (tmp_path / "mark").exists()
 
 
+@each_engine
 def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path) -> None:
     run = train_here(tmp_path / "run")
     weights = newest(run).folder / "model.safetensors"
@@ -255,6 +261,7 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path) -> None:
     assert newest(run).step == 90
 
 
+@each_engine
 def test_a_smaller_rate_is_said_and_another_model_refused(tmp_path: Path) -> None:
     run = train_here(tmp_path / "run", "epochs=1")
     with pytest.raises(UserError, match=r"model\.hidden was \[16\] and is \[8\] now, which .* cannot go on with"):

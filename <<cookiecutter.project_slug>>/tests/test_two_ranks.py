@@ -30,7 +30,8 @@ from jobs import (
 
 from << cookiecutter.package_name >>.preemption import EXIT_CODE
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("engine")]
+pytestmark = pytest.mark.slow
+each_engine = pytest.mark.usefixtures("engine")
 
 DOWN_S = 15  # the promise: all ranks are gone so many seconds after one has died
 
@@ -42,6 +43,7 @@ def test_collectives_and_reducer(engine: str, script: str) -> None:
     assert all(f"rank {rank} passed" in result.stdout for rank in range(2))
 
 
+@each_engine
 def test_digits_with_two_ranks(job: Job, tmp_path: Path) -> None:
     result = job(2)
     assert result.returncode == 0, result.stdout
@@ -71,6 +73,7 @@ def evaluate(ranks: int, *arguments: str | Path) -> dict[str, float]:
     return measured
 
 
+@each_engine
 @pytest.mark.parametrize(
     "overrides",
     [
@@ -96,6 +99,7 @@ def test_replicate(job: Job, tmp_path: Path) -> None:
     assert values(tmp_path / "run", "val/accuracy")[-1] > 0.9
 
 
+@each_engine
 def test_batch_norm_fp16_on_the_wire_and_adasum(job: Job, tmp_path: Path) -> None:
     result = job(2, *SMALL, "model=cnn", "horovod.compression=fp16", "horovod.groups=2")
     assert result.returncode == 0, result.stdout
@@ -110,6 +114,7 @@ def test_batch_norm_fp16_on_the_wire_and_adasum(job: Job, tmp_path: Path) -> Non
 FAILS_LATER = ("data.source._target_=faulty.fails_later", "~data.source.validation_fraction")
 
 
+@each_engine
 def test_the_same_run_goes_on_where_it_was(job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = job(2, "epochs=3", *FAILS_LATER, folder=tmp_path / "whole")
     assert whole.returncode == 0, whole.stdout
@@ -167,6 +172,7 @@ def test_a_signal_to_the_whole_group_spares_the_workers(tmp_path: Path, number: 
     assert "error: stopped by a signal after step" in output
 
 
+@each_engine
 def test_an_exception_on_one_rank_ends_all_and_is_shown(
     job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -204,6 +210,7 @@ def test_a_rank_that_cannot_start_ends_all(job: Job) -> None:
     assert "no data on this host" in result.stdout
 
 
+@each_engine
 def test_a_loss_that_is_not_a_number(job: Job, tmp_path: Path) -> None:
     faulty = ["data.source._target_=faulty.not_a_number", "~data.source.validation_fraction"]
     stopped = job(2, *SMALL, *faulty)
