@@ -83,15 +83,15 @@ def container(image: str) -> Iterator[str]:
         buildah("rm", name)
 
 
-def inside(name: str, *words: str, options: tuple[str, ...] = ()) -> list[str]:
+def inside(name: str, *words: str, options: tuple[str, ...] = (), user: str = USER) -> list[str]:
     """The command that runs something in a container as the image does: its user, its entry."""
     entry = ["tini", "-s", "--", "/opt/docker/entrypoint.sh"]
-    return ["buildah", "run", "--user", f"{USER}:0", *options, name, "--", *entry, *words]
+    return ["buildah", "run", "--user", f"{user}:0", *options, name, "--", *entry, *words]
 
 
-def enter(name: str, *words: str) -> str:
+def enter(name: str, *words: str, user: str = USER) -> str:
     """Runs a command in a container."""
-    done = subprocess.run(inside(name, *words), env=os.environ | BUILDAH, capture_output=True, text=True)
+    done = subprocess.run(inside(name, *words, user=user), env=os.environ | BUILDAH, capture_output=True, text=True)
     assert done.returncode == 0, f"{words}\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
     return done.stdout
 
@@ -118,6 +118,14 @@ def test_it_trains_as_its_own_user(image: str) -> None:
         output = enter(name, "launch/local.sh", "-n", "2", "name=pair")
         assert float(re.findall(r"best validation accuracy +│ ([\d.]+) %", output)[0]) >= 97
         assert enter(name, "ls", "runs/pair/logs").split() == ["rank-0.log", "rank-1.log"]
+
+
+@pytest.mark.slow
+@NEEDS_ROOT
+def test_any_user_of_group_0_will_do(image: str) -> None:
+    with container(image) as name:
+        assert enter(name, "bash", "-c", "id -u; whoami", user="4321").split() == ["4321", "user"]
+        enter(name, "launch/local.sh", "-n", "1", "name=any", "epochs=1", user="4321")
 
 
 @pytest.mark.slow
