@@ -40,9 +40,9 @@ def remove_unwanted() -> None:
         Path("launch/slurm.sbatch").unlink()
     if not ANSWERS["use_kubernetes"]:
         Path("launch/kubernetes.yaml").unlink()
-    for wing in {"torch", "tensorflow"} - {ANSWERS["framework"]}:
-        if ANSWERS["framework"] != "both":
-            remove_wing(package, wing)
+    other = {"torch": "tensorflow", "tensorflow": "torch"}.get(ANSWERS["framework"])
+    if other:
+        remove_wing(package, other)
 
 
 def remove_wing(package: Path, wing: str) -> None:

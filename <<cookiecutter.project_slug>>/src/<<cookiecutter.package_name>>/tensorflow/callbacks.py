@@ -24,12 +24,12 @@ import tensorflow as tf
 from ..checkpoint import Store
 from ..distributed import Communicator
 from ..errors import UserError
-from ..weights import FILE, check_shapes
+from ..weights import FILE
 from .optimizer import keep_momentum
 from .reducer import averaged, broadcast_variables
-from .variables import assign, copies, is_generator, local_variables, named, optimizer_variables, read, shapes, write
+from .variables import OPTIMIZER, copies, load, named, optimizer_variables, statistics, write
 
-OPTIMIZER, STATE = "optimizer.safetensors", "fit_state.json"
+STATE = "fit_state.json"
 
 
 class Synchronize(keras.callbacks.Callback):  # type: ignore[misc]
@@ -101,7 +101,7 @@ class StoreCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """All ranks take part, since batch-norm statistics are averaged; one writes."""
-        local = {name: one for name, one in local_variables(self.model).items() if not is_generator(one)}
+        local = statistics(self.model)
         means = averaged([variable.value for variable in local.values()], "statistics")
         weights = copies(named(self.model)) | {name: mean.numpy() for name, mean in zip(local, means, strict=True)}
         optimizer = self.model.optimizer
@@ -138,7 +138,5 @@ def _newest(store: Store) -> Path | None:
 
 
 def _load(model: keras.Model, folder: Path) -> None:
-    for variables, file in ((named(model), FILE), (optimizer_variables(model.optimizer), OPTIMIZER)):
-        saved = read(folder / file)
-        check_shapes(shapes(variables), shapes(saved))
-        assign(variables, saved)
+    load(named(model), folder / FILE)
+    load(optimizer_variables(model.optimizer), folder / OPTIMIZER)

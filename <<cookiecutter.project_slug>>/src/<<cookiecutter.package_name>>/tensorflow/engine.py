@@ -28,6 +28,7 @@ from .loader import Tensors, read_batches, read_shares
 from .optimizer import SteadySGD
 from .reducer import Reducer, averaged, broadcast_variables
 from .variables import (
+    OPTIMIZER,
     Arrays,
     assign,
     copies,
@@ -37,11 +38,12 @@ from .variables import (
     optimizer_variables,
     read,
     shapes,
+    statistics,
     write,
 )
 
 POLICIES = {"fp32": "float32", "bf16": "mixed_bfloat16", "fp16": "mixed_float16"}
-OPTIMIZER, RANKS, GENERATORS = "optimizer.safetensors", "ranks.safetensors", "ranks.json"
+RANKS, GENERATORS = "ranks.safetensors", "ranks.json"
 
 
 def build(config: Any, communicator: Communicator) -> TensorFlowEngine:
@@ -99,8 +101,8 @@ class TensorFlowEngine:
         graphs = self._graphs_for(batch[0][0].dtype)
         count = sum(len(labels) for _, labels in batch)
         weight = 1 / (max(count, 1) if self._own_mean else share.global_count)
-        for kept, one in zip(self._kept, self._watched(), strict=False):
-            kept.assign(one)
+        if self._skip_bad_steps:
+            self._keep()
         *passes, (inputs, labels) = batch
         for one in passes:
             if len(one[1]):
@@ -176,6 +178,10 @@ class TensorFlowEngine:
         self.optimizer.learning_rate.assign(rate)
         self.optimizer.apply(gradients, self.model.trainable_variables)
 
+    def _keep(self) -> None:
+        for kept, one in zip(self._kept, self._watched(), strict=True):
+            kept.assign(one)
+
     def _put_back(self) -> None:
         for kept, one in zip(self._kept, self._watched(), strict=True):
             one.assign(kept)
@@ -222,7 +228,9 @@ class TensorFlowEngine:
 
     def snapshot(self, rank_states: list[dict[str, Any]]) -> Callable[[Path], None]:
         """Copy weights and optimizer to the host; the weights get the ranks' mean statistics."""
-        weights = copies(named(self.model)) | _mean_statistics(self._local, [state["arrays"] for state in rank_states])
+        weights = copies(named(self.model)) | _mean_statistics(
+            statistics(self.model), [state["arrays"] for state in rank_states]
+        )
         optimizer = copies(optimizer_variables(self.optimizer))
         if not all(np.isfinite(array).all() for array in weights.values() if array.dtype.kind == "f"):
             raise UserError("the weights are not finite and were not saved: lower optimizer.lr or set clip_norm")
@@ -376,8 +384,7 @@ def _normalizer(settings: Any) -> Callable[[tf.Tensor], tf.Tensor]:
     return normalize
 
 
-def _mean_statistics(local: dict[str, Any], ranks: list[Arrays]) -> Arrays:
-    names = [name for name, variable in local.items() if not is_generator(variable)]
+def _mean_statistics(names: Iterable[str], ranks: list[Arrays]) -> Arrays:
     return {
         name: np.mean([arrays[name] for arrays in ranks], axis=0).astype(ranks[0][name].dtype)
         if ranks[0][name].dtype.kind == "f"

@@ -14,8 +14,8 @@ from keras import layers
 
 from ..errors import UserError
 from ..model_file import build_model
-from ..weights import FILE, check_shapes
-from .variables import assign, named, read, shapes
+from ..weights import FILE
+from .variables import load, named
 
 
 def load_model(folder: str | Path, trusted: Sequence[str] = ()) -> keras.Model:
@@ -32,9 +32,7 @@ def load_model(folder: str | Path, trusted: Sequence[str] = ()) -> keras.Model:
     """
     keras.utils.clear_session(free_memory=False)  # automatic names begin anew, as when it was trained
     model: keras.Model = build_model(Path(folder), (__name__, *trusted))
-    saved = read(Path(folder) / FILE)
-    check_shapes(shapes(named(model)), shapes(saved))
-    assign(named(model), saved)
+    load(named(model), Path(folder) / FILE)
     return model
 
 

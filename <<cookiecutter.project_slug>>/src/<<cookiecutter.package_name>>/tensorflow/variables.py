@@ -13,6 +13,9 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from ..errors import UserError
+from ..weights import check_shapes
+
+OPTIMIZER = "optimizer.safetensors"
 
 Arrays = dict[str, npt.NDArray[Any]]
 
@@ -37,6 +40,11 @@ def local_variables(model: keras.Model) -> dict[str, Any]:
     return _by_path(
         variable for layer in _leaves(model) if layer.trainable for variable in layer.non_trainable_variables
     )
+
+
+def statistics(model: keras.Model) -> dict[str, Any]:
+    """The batch-norm statistics, and what else of local_variables() is no random generator."""
+    return {name: variable for name, variable in local_variables(model).items() if not is_generator(variable)}
 
 
 def _leaves(layer: Any) -> Iterator[Any]:
@@ -89,3 +97,14 @@ def read(file: Path) -> Arrays:
         return load_file(file)
     except (SafetensorError, OSError) as error:
         raise UserError(f"{file} is no safetensors file ({error}): use another checkpoint") from error
+
+
+def load(variables: Mapping[str, Any], file: Path) -> None:
+    """Set variables to the arrays in a safetensors file.
+
+    Raises:
+        UserError: if it is no such file, or a name or a shape differs; nothing is set then.
+    """
+    saved = read(file)
+    check_shapes(shapes(variables), shapes(saved))
+    assign(variables, saved)
