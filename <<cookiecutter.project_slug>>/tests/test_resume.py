@@ -110,6 +110,7 @@ def test_two_then_one_then_three_then_two_ranks(job: Job, tmp_path: Path, monkey
         assert values(tmp_path / "run", name) == pytest.approx(values(tmp_path / "whole", name), rel=1e-4)
 
 
+@each_engine
 @pytest.mark.slow
 def test_a_signal_within_an_evaluation(job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The evaluation is left at once and made after the resume."""
@@ -192,6 +193,7 @@ def test_an_asynchronous_checkpoint_is_the_synchronous_one(tmp_path: Path) -> No
     assert hashes(both[0][0]) != hashes(both[0][-1])
 
 
+@each_engine
 @pytest.mark.slow
 def test_a_full_disk_does_not_end_the_training(tmp_path: Path) -> None:
     """Saves fail and say so; when space returns they succeed again, and no metric is lost."""

@@ -144,6 +144,7 @@ def is_alive(process: int) -> bool:
         return False
 
 
+@each_engine
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_killed_rank_takes_all_down(tmp_path: Path, victim: int) -> None:
     folder = tmp_path / "run"
@@ -159,6 +160,7 @@ def test_a_killed_rank_takes_all_down(tmp_path: Path, victim: int) -> None:
         time.sleep(0.1)
 
 
+@each_engine
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
 def test_a_signal_to_the_whole_group_spares_the_workers(tmp_path: Path, number: int) -> None:
     """Schedulers send to all processes of a job; those that read data must not end before the rank has saved."""
@@ -204,6 +206,7 @@ def test_gloo_takes_the_network_that_it_is_told() -> None:
     assert all(f"rank {rank} passed" in result.stdout for rank in range(2)), result.stdout + result.stderr
 
 
+@each_engine
 def test_a_rank_that_cannot_start_ends_all(job: Job) -> None:
     result = job(2, "data.source._target_=faulty.fails_at_once", "~data.source.validation_fraction")
     assert result.returncode != 0
@@ -228,6 +231,7 @@ def test_a_batch_smaller_than_the_ranks(job: Job) -> None:
     assert result.stdout.count("error: the global batch of 1 is smaller than 2") == 1
 
 
+@each_engine
 def test_a_full_disk_ends_the_job(job: Job, tmp_path: Path) -> None:
     with mounted(tmp_path / "disk", "300k") as disk:
         (disk / "filler").write_bytes(bytes(300 * 1024))
