@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -130,6 +131,27 @@ def test_any_user_of_group_0_will_do(image: str) -> None:
 
 @pytest.mark.slow
 @NEEDS_ROOT
+def test_a_read_only_root_will_do(image: str) -> None:
+    """Only /tmp and runs/ can be written; buildah has no option for it, so the mounts are made here."""
+    with container(image) as name:
+        root = buildah("mount", name).strip()
+        mounts = [
+            f"mount --bind {root} {root}",
+            f"mount -o remount,bind,ro {root}",
+            *(f"mount --rbind /{folder} {root}/{folder}" for folder in ("proc", "dev", "sys")),
+            *(f"mount -t tmpfs -o mode=1777 tmpfs {root}/{folder}" for folder in ("tmp", "app/runs")),
+        ]
+        settings = json.loads(buildah("inspect", "--type", "image", image))["OCIv1"]["config"]["Env"]
+        entry = ["/opt/docker/entrypoint.sh", "launch/local.sh", "-n", "2", "name=pair", "epochs=1"]
+        inner = shlex.join(["env", "-i", *settings, "bash", "-c", f"cd /app && exec {shlex.join(entry)}"])
+        script = " && ".join([*mounts, f"exec chroot --userspec={USER}:0 {root} {inner}"])
+        check("unshare", "--mount", "bash", "-c", script)
+        with pytest.raises(AssertionError, match="Read-only file system"):
+            check("unshare", "--mount", "bash", "-c", " && ".join([*mounts, f"touch {root}/app/file"]))
+
+
+@pytest.mark.slow
+@NEEDS_ROOT
 def test_the_projects_tests_pass_in_it(image: str) -> None:
     with container(image) as name:
         buildah("run", "--user", "root", name, "--", "pip", "install", "--quiet", "pytest", "moto[server]", "s3fs")
@@ -233,6 +255,49 @@ def test_two_containers_train_together(image: str, source: Path, tmp_path: Path)
         assert done.returncode == 0, done.stdout + done.stderr
         assert "ranks, global batch      │ 2, 64" in done.stdout
         assert {file.name for file in (runs / "pair/logs").iterdir()} == {"rank-0.log", "rank-1.log"}
+
+
+LIBRARIES = """
+import horovod.torch as hvd
+hvd.init()
+assert hvd.nccl_built() and hvd.cuda_built() and hvd.mpi_built()
+mapped = {line.split()[-1] for line in open("/proc/self/maps") if "/lib" in line}
+print(*sorted(path for path in mapped if "libnccl" in path or "libcudart" in path))
+"""
+
+
+@pytest.fixture(scope="session")
+def gpu_image(source: Path, base: str) -> str:
+    """The image for GPUs, compiled with this machine's CUDA toolkit for one architecture; it runs on the small base."""
+    toolkit = Path("/usr/local/cuda").resolve()
+    compiler = buildah("from", base).strip()
+    buildah("add", "--quiet", compiler, toolkit, toolkit)
+    buildah("run", compiler, "--", "ln", "--symbolic", "--no-dereference", "--force", toolkit, "/usr/local/cuda")
+    buildah("commit", "--quiet", compiler, "localhost/test-cuda")
+    buildah("rm", compiler)
+    arguments = {"BASE_IMAGE": "localhost/test-cuda", "RUNTIME_IMAGE": base, "PYTHON_VERSION": "3.11"}
+    arguments["HOROVOD_BUILD_CUDA_CC_LIST"] = "90"
+    words = [f"--build-arg={key}={value}" for key, value in arguments.items()]
+    buildah("bud", "--layers", "--tag", "localhost/test-gpu", *words, source)
+    return "localhost/test-gpu"
+
+
+@pytest.mark.slow
+@NEEDS_ROOT
+@pytest.mark.skipif("GPU_IMAGE" not in os.environ, reason="GPU_IMAGE=1 builds it: CUDA 13.0 here, 20 GB, 15 minutes")
+def test_the_gpu_image_has_one_nccl(gpu_image: str) -> None:
+    """As far as a machine without a GPU can tell."""
+    with container(gpu_image) as name:
+        libraries = enter(name, "python", "-c", LIBRARIES).split()
+        assert [re.sub(r".*site-packages/", "", path) for path in libraries] == [
+            "nvidia/cu13/lib/libcudart.so.13",
+            "nvidia/nccl/lib/libnccl.so.2",
+        ]
+        find = r"find / -xdev \( -name 'libnccl*' -o -name 'libcudnn.so*' \) -not -path '/proc/*' 2>/dev/null | sort"
+        found = enter(name, "bash", "-c", find).split()
+        assert len({Path(path).name for path in found}) == len(found) >= 2
+        assert enter(name, "bash", "-c", "type -P g++ nvcc || echo none").strip() == "none"
+        enter(name, "launch/local.sh", "-n", "2", "name=pair", "epochs=1", "device=cpu")
 
 
 @pytest.fixture
