@@ -10,18 +10,21 @@ What follows the options goes to the training; put `--` before it if it begins w
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import shlex
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from .elastic import run_elastic
+from .elastic import Limits, Pool, run_elastic
 from .errors import USER_ERROR, UserError, end_well
 from .hosts import Host, allot, parse_hosts, read_hosts
-from .network import Network, is_here
+from .network import Interface, Network, choose_network, is_here, own_interfaces
+from .ssh import remote, ssh_command
 from .supervise import PREEMPTED, Failure, Job, announce
 from .transport import (
     LOCAL,
@@ -78,6 +81,46 @@ def listed_hosts(options: argparse.Namespace) -> list[Host]:
     if options.hosts:
         return read_hosts(options.hosts)
     return parse_hosts(options.host_list) if options.host_list else []
+
+
+def discovered_hosts(options: argparse.Namespace) -> list[Host]:
+    """The hosts that an elastic job may use now.
+
+    Raises:
+        UserError: if the command that lists them fails, or lists something else.
+    """
+    if options.discover is None:
+        hosts = listed_hosts(options)
+    else:
+        done = subprocess.run(options.discover, shell=True, capture_output=True, text=True, check=False)
+        if done.returncode != 0:
+            raise UserError(f"--discover '{options.discover}' ended with {done.returncode}: {done.stderr.strip()}")
+        hosts = parse_hosts(",".join(done.stdout.split())) if done.stdout.strip() else []
+    if not hosts and options.discover is None:
+        raise UserError("--elastic needs to know the hosts: name a file with --hosts, or a command with --discover")
+    return [host if host.slots else Host(host.name, options.slots) for host in hosts]
+
+
+def run_folder(command: list[str]) -> Path:
+    """The folder of the run that a training command makes.
+
+    Raises:
+        UserError: if the configuration refuses the command's options.
+    """
+    chosen = [word.partition("=")[2] for word in command if word.startswith("hydra.run.dir=")]
+    if chosen:
+        return Path(chosen[-1])
+    asked = [*command, "--cfg", "job", "--resolve", "--package", "name"]
+    done = subprocess.run(asked, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise UserError(done.stderr.strip().removeprefix("error: "))
+    return Path("runs", done.stdout.strip())
+
+
+def newest_checkpoint(folder: Path | None) -> str:
+    """What the pointer to the newest checkpoint says; nothing where there is none."""
+    pointer = folder / "checkpoints" / "latest" if folder else None
+    return pointer.read_text() if pointer and pointer.exists() else ""
 
 
 def ranks_wanted(text: str | None) -> int | None:
@@ -156,7 +199,33 @@ class Launcher:
         return Start(self.command, hosts, network, self.options.port, tuple(self.options.env))
 
     def _network(self, hosts: list[Host]) -> Network:
-        raise NotImplementedError
+        reached: dict[str, str] = {}
+        by_host: dict[str, list[Interface]] = {}
+        with ThreadPoolExecutor(32) as pool:
+            for host, (address, interfaces) in zip(hosts, pool.map(self._look_at, hosts), strict=True):
+                by_host[host.name] = interfaces
+                reached |= {host.name: address} if address else {}
+        if not any(is_here(host.name) for host in hosts):
+            by_host["this host"] = own_interfaces()
+        return choose_network(by_host, reached, self.options.network)
+
+    def _look_at(self, host: Host) -> tuple[str, list[Interface]]:
+        """The address by which ssh reaches a host, and its network cards."""
+        if is_here(host.name):
+            return "", own_interfaces()
+        script = (
+            "import dataclasses, json, os; from %s.network import own_interfaces;"
+            " print(json.dumps([os.environ['SSH_CONNECTION'], [dataclasses.astuple(i) for i in own_interfaces()]]))"
+        )
+        command = [*ssh_command(host.name, self.options.port), remote([sys.executable, "-c", script % PACKAGE])]
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+        if done.returncode != 0:
+            reason = (done.stderr.strip() or "no answer").splitlines()[-1]
+            raise UserError(
+                f"host {host.name} cannot be used ({reason}): it needs ssh, and this project at the same path"
+            )
+        connection, interfaces = json.loads(done.stdout)
+        return connection.split()[2], [Interface(*interface) for interface in interfaces]
 
     def begin(self, hosts: list[Host]) -> Job:
         """Start a job."""
@@ -166,6 +235,13 @@ class Launcher:
         else:
             parts = plan_gloo(start, own_address(start), open_rendezvous(start))
         return Job(parts, os.getcwd(), self.options.grace)
+
+    def answers(self, host: Host) -> bool:
+        """Whether a host can be reached."""
+        if is_here(host.name):
+            return True
+        command = [*ssh_command(host.name, self.options.port), "true"]
+        return subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=False).returncode == 0
 
     def describe(self, hosts: list[Host]) -> str:
         """The command lines, to read and to copy."""
@@ -193,7 +269,10 @@ def launch(options: argparse.Namespace) -> Failure | None:
         print(launcher.describe(place(hosts, ranks)))
         return None
     if options.elastic:
-        return run_elastic(launcher, options)
+        limits = Limits(options.min, options.max, options.wait, options.restarts)
+        pool = Pool(lambda: discovered_hosts(options), launcher.answers, limits)
+        folder = run_folder(launcher.command) if options.module == "train" and not options.command else None
+        return run_elastic(pool, launcher.begin, lambda: newest_checkpoint(folder), limits)
     return launcher.begin(place(hosts, ranks)).wait(enough=lambda: False)
 
 

@@ -140,6 +140,7 @@ class Job:
         self._grace_s = grace_s
         self._deadline = float("inf")
         self._told = False
+        self.signalled = False  # told to stop from outside
         self._alive_at = 0.0
         job = uuid.uuid4().hex
         self._links = [_Link(part, folder, job) for part in parts]
@@ -157,7 +158,7 @@ class Job:
 
         `enough` is asked all the time: once it says yes, the ranks are told to save and stop.
         """
-        with _noticed_signals() as signals:
+        with noticed_signals() as signals:
             try:
                 return self._watch(signals, enough)
             finally:
@@ -167,6 +168,7 @@ class Job:
         failure = None
         while not all(link.finished() for link in self._links):
             time.sleep(POLL_S)
+            self.signalled = bool(signals)
             if signals or (not self._told and enough()):
                 self.save_and_stop()
             self._say_alive()
@@ -223,8 +225,8 @@ class Job:
 
 
 @contextmanager
-def _noticed_signals() -> Iterator[list[int]]:
-    """The signals that come in the meantime, noted instead of obeyed."""
+def noticed_signals() -> Iterator[list[int]]:
+    """The signals that come within, noted instead of obeyed."""
     noticed: list[int] = []
 
     def note(number: int, frame: FrameType | None) -> None:
