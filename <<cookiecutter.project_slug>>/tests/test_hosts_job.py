@@ -38,6 +38,14 @@ def launch(hosts: Hosts, run: Path, *options: str) -> subprocess.Popen[str]:
     return hosts.start("node1", "launch/local.sh", "--env", "HURRY", *options, *settings)
 
 
+def end_of(job: subprocess.Popen[str], seconds: float) -> str:
+    """What a job has printed when it ends, which it must do within so many seconds."""
+    try:
+        return job.communicate(timeout=seconds)[0]
+    finally:
+        job.kill()
+
+
 def wait_until(condition: Callable[[], bool], what: str) -> None:
     for _ in range(900):
         if condition():
@@ -54,7 +62,7 @@ def test_a_pulled_cable_ends_the_job_and_the_next_start_goes_on(
     with launch(hosts, run, *options, "checkpoint.every_steps=5") as job:
         wait_for_training(run)
         hosts.cut("node2")
-        output, _ = job.communicate(timeout=LOST_S)
+        output = end_of(job, LOST_S)
     hosts.mend("node2")
     assert job.returncode == 1, output
     assert "error: host node2 is lost" in output
@@ -62,7 +70,7 @@ def test_a_pulled_cable_ends_the_job_and_the_next_start_goes_on(
     reached = read_lines(run)[-1]["step"]
     hurry.touch()
     with launch(hosts, run, *options, "--network", "10.77.0.0/24", "checkpoint.every_steps=5") as job:
-        output, _ = job.communicate(timeout=120)
+        output = end_of(job, 120)
     assert job.returncode == 0, output
     assert "resum" in (run / "logs" / "rank-1.log").read_text()
     assert values(run, "step")[-1] == 20 * 23 > reached > 5
@@ -84,12 +92,12 @@ def test_an_elastic_job_goes_on_with_the_rest_and_takes_the_host_back(
         hosts.mend("node2")
         wait_for_process(run, 1, start=2)
         hurry.touch()
-        output, _ = job.communicate(timeout=120)
+        output = end_of(job, 120)
     assert job.returncode == 0, output
     starts = re.findall(r"launch: starting on (.*)", output)
     assert starts[0] == starts[-1] == "node1:1, node2:1"
     assert "node1:1" in starts
     with start_job(2, tmp_path / "whole", *OPTIONS, *DATA) as job:
-        output, _ = job.communicate(timeout=120)
+        output = end_of(job, 120)
     for name in ("train/loss", "val/loss"):
         assert values(run, name) == pytest.approx(values(tmp_path / "whole", name), rel=1e-3)

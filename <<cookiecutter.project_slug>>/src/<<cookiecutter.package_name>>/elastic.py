@@ -119,10 +119,9 @@ def run_elastic(
             return Failure("told to stop while waiting for hosts", PREEMPTED)
         pool.used = hosts
         print(f"launch: starting on {', '.join(f'{host.name}:{host.slots}' for host in hosts)}", flush=True)
-        job = begin(hosts)
-        failure = job.wait(enough=pool.has_changed)
+        failure, signalled = _attempt(begin, hosts, pool)
         first, before, reached = vain == 0 and not reached, reached, progress()
-        if failure is None or job.signalled or (failure.code == USER_ERROR and first and not reached):
+        if failure is None or signalled or (failure.code == USER_ERROR and first and not reached):
             return failure
         if failure.code == PREEMPTED:
             print("launch: all have saved; starting again", flush=True)
@@ -137,6 +136,16 @@ def run_elastic(
             pool.put_aside(failure.host)
         if failure.lost:
             time.sleep(SILENCE_S / 2)  # until its own agent has noticed too and ended its ranks
+
+
+def _attempt(begin: Callable[[list[Host]], Job], hosts: list[Host], pool: Pool) -> tuple[Failure | None, bool]:
+    """How one start ended, and whether it was told to from outside."""
+    try:
+        job = begin(hosts)
+    except UserError as error:
+        time.sleep(CHECK_EVERY_S)  # the pool looks at the hosts again
+        return Failure(str(error), USER_ERROR), False
+    return job.wait(enough=pool.has_changed), job.signalled
 
 
 def _wait_for_hosts(pool: Pool, limits: Limits) -> list[Host] | None:

@@ -10,21 +10,20 @@ What follows the options goes to the training; put `--` before it if it begins w
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
 import shlex
 import shutil
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from .doctor import check
 from .elastic import Limits, Pool, run_elastic
 from .errors import USER_ERROR, UserError, end_well
 from .hosts import Host, allot, parse_hosts, read_hosts
-from .network import Interface, Network, choose_network, is_here, own_interfaces
-from .ssh import remote, ssh_command
+from .network import Network, is_here
+from .ssh import ssh_command
 from .supervise import PREEMPTED, Failure, Job, announce
 from .transport import (
     LOCAL,
@@ -199,33 +198,13 @@ class Launcher:
         return Start(self.command, hosts, network, self.options.port, tuple(self.options.env))
 
     def _network(self, hosts: list[Host]) -> Network:
-        reached: dict[str, str] = {}
-        by_host: dict[str, list[Interface]] = {}
-        with ThreadPoolExecutor(32) as pool:
-            for host, (address, interfaces) in zip(hosts, pool.map(self._look_at, hosts), strict=True):
-                by_host[host.name] = interfaces
-                reached |= {host.name: address} if address else {}
-        if not any(is_here(host.name) for host in hosts):
-            by_host["this host"] = own_interfaces()
-        return choose_network(by_host, reached, self.options.network)
-
-    def _look_at(self, host: Host) -> tuple[str, list[Interface]]:
-        """The address by which ssh reaches a host, and its network cards."""
-        if is_here(host.name):
-            return "", own_interfaces()
-        script = (
-            "import dataclasses, json, os; from %s.network import own_interfaces;"
-            " print(json.dumps([os.environ['SSH_CONNECTION'], [dataclasses.astuple(i) for i in own_interfaces()]]))"
-        )
-        command = [*ssh_command(host.name, self.options.port), remote([sys.executable, "-c", script % PACKAGE])]
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
-        if done.returncode != 0:
-            reason = (done.stderr.strip() or "no answer").splitlines()[-1]
-            raise UserError(
-                f"host {host.name} cannot be used ({reason}): it needs ssh, and this project at the same path"
-            )
-        connection, interfaces = json.loads(done.stdout)
-        return connection.split()[2], [Interface(*interface) for interface in interfaces]
+        """The network that joins the hosts; looks at them all, and at what would stop a job there."""
+        diagnosis = check(hosts, port=self.options.port, subnet=self.options.network, quick=True)
+        faults = diagnosis.faults() if diagnosis.network is None or not self.options.no_check else []
+        if faults or diagnosis.network is None:
+            found = [f"{', '.join(fault.hosts)}: {fault.found}: {fault.way_out}" for fault in faults]
+            raise UserError("; ".join(found) or "no network joins these hosts: name one with --network")
+        return diagnosis.network
 
     def begin(self, hosts: list[Host]) -> Job:
         """Start a job."""
