@@ -165,8 +165,7 @@ def test_an_array_is_a_sweep(cluster: dict[str, str], submit_folder: Path) -> No
     words = ["--nodes=1", "--array=1-2", "launch/slurm.sbatch", "epochs=1", "tracking.tensorboard=false"]
     submit(cluster, submit_folder, *words)
     runs = [f"rate-{rate}" for rate in rates]
-    for run in runs:
-        wait_for(lambda run=run: any("val/loss" in line for line in lines(submit_folder, run)), f"run {run}")
+    wait_for(lambda: all(curve(submit_folder, run) for run in runs), "both runs")
     wait_for(lambda: slurm(cluster, "squeue", "-h") == "", "an empty queue")
     assert curve(submit_folder, runs[0]) != curve(submit_folder, runs[1])
 

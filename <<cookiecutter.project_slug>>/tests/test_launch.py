@@ -5,6 +5,7 @@ import re
 import shlex
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ from << cookiecutter.package_name >>.transport import Start, mpirun_command, pas
 
 EXPECTED = Path(__file__).parent / "expected"
 HOSTS = [Host("a.example", 2), Host("b.example", 1)]
-CARDS = {"a.example": Interface("eth0", "10.0.0.1", 24), "b.example": Interface("ens5", "10.0.0.2", 24)}
+CARDS = {"a.example": Interface("eth0", "10.0.0.1", 24), "b.example": Interface("eth0", "10.0.0.2", 24)}
 NETWORK = Network("10.0.0.0/24", CARDS)
 
 
@@ -50,6 +51,17 @@ def one_a_line(command: list[str]) -> str:
 @pytest.mark.parametrize("version", [4, 5])
 def test_the_command_line_for_open_mpi(start: Start, version: int) -> None:
     expect(f"mpirun-{version}.txt", one_a_line(mpirun_command(start, version)))
+
+
+@pytest.mark.parametrize("version", [4, 5])
+def test_cards_of_different_names(start: Start, version: int) -> None:
+    """Only MPI's own subnet and Open MPI 4's hold on all hosts then."""
+    cards = {**CARDS, "b.example": Interface("ens5", "10.0.0.2", 24)}
+    command = mpirun_command(replace(start, network=Network("10.0.0.0/24", cards)), version)
+    assert not {"prte_if_include", "eth0", "NCCL_SOCKET_IFNAME"} & {*command}
+    assert command.count("10.0.0.0/24") == {4: 2, 5: 1}[version]
+    parts = plan_gloo(replace(start, network=Network("10.0.0.0/24", cards)), "10.0.0.1", 4000)
+    assert parts[1].processes[0].environment["HOROVOD_GLOO_IFACE"] == "ens5"
 
 
 def test_the_environment_of_ranks_over_gloo(start: Start) -> None:

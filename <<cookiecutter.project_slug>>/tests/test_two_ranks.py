@@ -230,13 +230,14 @@ def test_a_full_disk_ends_the_job(job: Job, tmp_path: Path) -> None:
     assert re.search(r"error: .*No space left on device", result.stdout)
 
 
-def test_another_world_than_the_launchers(tmp_path: Path) -> None:
+@pytest.mark.parametrize("variable", ["SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"])  # plain python within an allocation
+def test_another_world_than_the_launchers(tmp_path: Path, variable: str) -> None:
     command = [sys.executable, "-m", f"{PACKAGE}.train", f"hydra.run.dir={tmp_path}/run"]
     command += [f"engine={current_engine()}"]
     result = subprocess.run(
         command,
         cwd=ROOT,
-        env={**environment(), "SLURM_STEP_NUM_TASKS": "4"},
+        env={**environment(), variable: "4"},
         capture_output=True,
         text=True,
         check=False,

@@ -131,10 +131,16 @@ def mpirun_command(start: Start, version: int) -> list[str]:
     if os.geteuid() == 0:
         command.append("--allow-run-as-root")
     if start.network is not None:
-        control = ["--prtemca", "prte_if_include"] if new else ["--mca", "oob_tcp_if_include"]
-        shell = ["--prtemca", "plm_ssh_args"] if new else ["--mca", "plm_rsh_args"]
-        command += ["--mca", "btl_tcp_if_include", start.network.subnet, *control, start.network.subnet]
-        command += [*shell, " ".join(ssh_arguments(start.port))]
+        subnet, arguments = start.network.subnet, " ".join(ssh_arguments(start.port))
+        command += ["--mca", "btl_tcp_if_include", subnet]
+        if new:
+            # 5.0 finds no subnet where a card has an IPv6 address too (github.com/openpmix/openpmix/pull/4031), and
+            # crashes on the name of a card that a host lacks: so only a name that is the same on all.
+            cards = {interface.name for interface in start.network.interfaces.values()}
+            command += ["--prtemca", "prte_if_include", cards.pop()] if len(cards) == 1 else []
+            command += ["--prtemca", "plm_ssh_args", arguments]
+        else:
+            command += ["--mca", "oob_tcp_if_include", subnet, "--mca", "plm_rsh_args", arguments]
         names = {agent.JOB, *passed_names(os.environ, start.passed), *_common_card(start.network)}
         command += [word for name in sorted(names) for word in ("-x", name)]
     return [*command, *start.command]
