@@ -36,6 +36,7 @@ SlurmdPidFile={folder}/%n.pid
 MpiDefault=none
 ReturnToService=2
 KillWait=10
+SchedulerParameters=bf_interval=2,sched_interval=2
 NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={first} CPUs=2 State=UNKNOWN
 NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={second} CPUs=2 State=UNKNOWN
 PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
@@ -144,7 +145,7 @@ def weights(folder: Path, run: str) -> bytes:
 
 def test_it_saves_before_the_time_limit_goes_back_and_on(cluster: dict[str, str], submit_folder: Path) -> None:
     """The signal is the one that Slurm sends before the limit; together the parts are the undisturbed run."""
-    options = ("epochs=60", "tracking.tensorboard=false", "checkpoint.every_epochs=20", "evaluate_every=20")
+    options = ("epochs=30", "tracking.tensorboard=false", "checkpoint.every_epochs=10", "evaluate_every=10")
     whole = submit(cluster, submit_folder, "launch/slurm.sbatch", "name=whole", *options)
     assert "start 0 of job" in finish(cluster, submit_folder, whole)
     parts = submit(cluster, submit_folder, "launch/slurm.sbatch", "name=parts", *options)

@@ -14,7 +14,7 @@ from test_supervise import TRANSPORTS
 pytestmark = [pytest.mark.slow, NEEDS_ROOT]
 
 LOST_S = 60  # the promise: a static job has ended so many seconds after a cable was pulled
-OPTIONS = ("epochs=20", "tracking.tensorboard=false", "tracking.log_every=5", "data.global_batch=64")
+OPTIONS = ("epochs=10", "tracking.tensorboard=false", "tracking.log_every=5", "data.global_batch=64")
 DATA = ("data.source._target_=faulty.waits", "~data.source.validation_fraction")
 
 
@@ -66,14 +66,17 @@ def test_a_pulled_cable_ends_the_job_and_the_next_start_goes_on(
     hosts.mend("node2")
     assert job.returncode == 1, output
     assert "error: host node2 is lost" in output
-    wait_until(lambda: PACKAGE not in hosts.check("node2", "ps", "-eww", "-o", "args"), "the end of node2's own part")
+    wait_until(
+        lambda: not re.search(f"{PACKAGE}|orted|prted", hosts.check("node2", "ps", "-eww", "-o", "args")),
+        "the end of node2's own part",
+    )
     reached = read_lines(run)[-1]["step"]
     hurry.touch()
     with launch(hosts, run, *options, "--network", "10.77.0.0/24", "checkpoint.every_steps=5") as job:
         output = end_of(job, 120)
     assert job.returncode == 0, output
     assert "resum" in (run / "logs" / "rank-1.log").read_text()
-    assert values(run, "step")[-1] == 20 * 23 > reached > 5
+    assert values(run, "step")[-1] == 10 * 23 > reached > 5
     assert values(run, "val/accuracy")[-1] > 0.97
 
 

@@ -20,6 +20,7 @@ from typing import Any
 
 MARK = "\x1e"  # ASCII's record separator begins a report, a line's end ends it
 JOB = "LAUNCH_JOB"  # in the environment of every process of a job: its identity
+MPI_DAEMONS = ("orted", "prted")  # what mpirun starts its ranks with on other hosts; they outlive a cut link
 POLL_S = 0.1
 SILENCE_S = 20.0
 TERM_S = 5.0  # between SIGTERM and SIGKILL
@@ -65,7 +66,8 @@ class Agent:
         while self._running and time.monotonic() < deadline:
             time.sleep(POLL_S)
             self.reap()
-        for process in members(self._job):
+        ranks = set(members(self._job))
+        for process in ranks | {parent for parent, name in map(_parent, ranks) if name in MPI_DAEMONS}:
             with suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
 
@@ -79,6 +81,14 @@ def members(job: str) -> Iterator[int]:
                 yield int(folder.name)
         except OSError:  # gone by now, or another user's
             continue
+
+
+def _parent(process: int) -> tuple[int, str]:
+    """The parent of a process, and its name."""
+    with suppress(OSError):
+        parent = int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
+        return parent, Path(f"/proc/{parent}/comm").read_text().strip()
+    return 0, ""
 
 
 def _kill_group(leader: int) -> None:

@@ -12,13 +12,14 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from .agent import SILENCE_S
+from .agent import POLL_S
 from .errors import FAILURE, USER_ERROR, UserError
 from .hosts import Host, allot
 from .supervise import PREEMPTED, Failure, Job, announce, noticed_signals
 
 CHECK_EVERY_S = 3.0
 COOLDOWN_S, LONGEST_COOLDOWN_S = 10.0, 600.0
+PAUSE_S = 10.0  # after a loss, times the starts in vain: until the lost host has ended its ranks, and its lock is gone
 
 
 @dataclass(frozen=True)
@@ -112,30 +113,30 @@ def run_elastic(
         progress: Something that changes whenever a checkpoint is published.
         limits: See there.
     """
-    vain, reached = 0, progress()
+    vain, reached, lost = 0, progress(), False
     while True:
-        hosts = _wait_for_hosts(pool, limits)
+        hosts = _wait_for_hosts(pool, limits, pause=PAUSE_S * vain if lost else 0)
         if hosts is None:
             return Failure("told to stop while waiting for hosts", PREEMPTED)
         pool.used = hosts
         print(f"launch: starting on {', '.join(f'{host.name}:{host.slots}' for host in hosts)}", flush=True)
         failure, signalled = _attempt(begin, hosts, pool)
-        first, before, reached = vain == 0 and not reached, reached, progress()
-        if failure is None or signalled or (failure.code == USER_ERROR and first and not reached):
+        # What the user can mend ends it, but not that the run is still locked by a host that was lost.
+        if failure is None or signalled or (failure.code == USER_ERROR and not lost):
             return failure
         if failure.code == PREEMPTED:
             print("launch: all have saved; starting again", flush=True)
             continue
         announce(failure)
+        before, reached = reached, progress()
         vain = 1 if reached != before else vain + 1
+        lost = failure.lost or (lost and reached == before)
         if vain > limits.restarts:
             return Failure(f"{vain} starts in a row brought no new checkpoint; the last: {failure.sentence}", FAILURE)
         if reached != before:
             pool.forgive()
         if failure.host is not None:
             pool.put_aside(failure.host)
-        if failure.lost:
-            time.sleep(SILENCE_S / 2)  # until its own agent has noticed too and ended its ranks
 
 
 def _attempt(begin: Callable[[list[Host]], Job], hosts: list[Host], pool: Pool) -> tuple[Failure | None, bool]:
@@ -143,26 +144,25 @@ def _attempt(begin: Callable[[list[Host]], Job], hosts: list[Host], pool: Pool) 
     try:
         job = begin(hosts)
     except UserError as error:
-        time.sleep(CHECK_EVERY_S)  # the pool looks at the hosts again
         return Failure(str(error), USER_ERROR), False
     return job.wait(enough=pool.has_changed), job.signalled
 
 
-def _wait_for_hosts(pool: Pool, limits: Limits) -> list[Host] | None:
-    """The hosts to start on; None if a signal says to stop.
+def _wait_for_hosts(pool: Pool, limits: Limits, pause: float) -> list[Host] | None:
+    """The hosts to start on, after a pause; None if a signal says to stop.
 
     Raises:
         UserError: if there are too few for too long.
     """
-    deadline = time.monotonic() + limits.wait_s
+    began = time.monotonic()
     with noticed_signals() as signals:
-        while not (hosts := pool.choice()):
+        while time.monotonic() < began + pause or not (hosts := pool.choice()):
             if signals:
                 return None
-            if time.monotonic() > deadline:
+            if time.monotonic() > began + pause + limits.wait_s:
                 raise UserError(
                     f"fewer than {limits.minimum} slots answered for {limits.wait_s:g} s:"
                     " look at the hosts, or change --min or --wait"
                 )
-            time.sleep(0.2)
+            time.sleep(POLL_S)
     return hosts
