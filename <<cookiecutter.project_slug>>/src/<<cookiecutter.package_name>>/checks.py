@@ -48,31 +48,35 @@ def check_ssh(survey: Survey) -> list[Finding]:
 
 def check_equal(reports: Reports) -> list[Finding]:
     """What must be the same everywhere."""
-    same_environment = "install the same versions there, best from one lock file or image"
-    packages = sorted({package for report in reports.values() for package in report.versions} - {"horovod"})
-    findings = [
-        _same("code", {host: _code(report) for host, report in reports.items()}, "bring the same commit to all hosts"),
-        _same(
-            "python",
+    if not reports:
+        return []
+    environment = "install the same versions there, best from one lock file or image"
+    values = {
+        "code": ({host: _code(report) for host, report in reports.items()}, "bring the same commit to all hosts"),
+        "python": (
             {host: ".".join(report.python.split(".")[:2]) for host, report in reports.items()},
             "use the same minor version of Python on all hosts: pickled objects travel between the ranks",
         ),
-        *(
-            _same(name, {host: item.versions.get(name, "none") for host, item in reports.items()}, same_environment)
-            for name in packages
-        ),
-        _same(
-            "horovod",
-            {host: item.versions.get("horovod", "none") for host, item in reports.items()},
-            "install the one wheel of scripts/build_horovod.py on all hosts",
-        ),
-        _same(
-            "mpi",
+        **{name: (_versions(reports, name), environment) for name in _packages(reports)},
+        "mpi": (
             {host: report.mpi or "none" for host, report in reports.items()},
             "install the same Open MPI on all hosts, first on PATH also in ssh sessions, or use --transport gloo",
         ),
-    ]
-    return findings if reports else []
+    }
+    findings = [_same(name, by_host, way_out) for name, (by_host, way_out) in values.items()]
+    bare = tuple(host for host, report in reports.items() if "horovod" not in report.versions)
+    if len(bare) == len(reports):
+        way_out = "run 'nox -s train' once, or install the wheel of scripts/build_horovod.py"
+        findings.append(Finding("fault", "horovod", bare, "it is not installed", way_out))
+    return findings
+
+
+def _packages(reports: Reports) -> list[str]:
+    return sorted({package for report in reports.values() for package in report.versions})
+
+
+def _versions(reports: Reports, package: str) -> dict[str, str]:
+    return {host: report.versions.get(package, "none") for host, report in reports.items()}
 
 
 def _code(report: Report) -> str:
