@@ -1,11 +1,13 @@
 """The doctor finds what is wrong with hosts, and nothing else: faults are planted, one kind after the other."""
 
 import json
+import re
 import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +90,13 @@ FAULTS = [
         "node1: eth0 10.77.0.1/32; node2: eth0 10.77.0.2/32",
         first="ip addr flush eth0 && ip addr add 10.77.0.1/32 dev eth0 && ip route add 10.77.0.0/24 dev eth0",
         heal_first="ip addr flush eth0 && ip addr add 10.77.0.1/24 dev eth0",
+    ),
+    Fault(
+        "other-mtu",
+        "ip link set eth0 mtu 1400",
+        "ip link set eth0 mtu 1500",
+        {"mtu": "node2"},
+        "1500 on node1; 1400 on node2",
     ),
     Fault(
         "host-name",
@@ -252,6 +261,9 @@ def test_why_ssh_fails(ward: Ward) -> None:
     hosts.mend("node2")
     hosts.stop_sshd("node2")
     assert "it refuses connections: start sshd there" in words()
+    hosts.start_sshd("node2", "-p", "22", "-p", "2222")
+    assert ward.trouble("-H", "node2", "--port", "2222")[0] == {}
+    hosts.stop_sshd("node2")
     hosts.start_sshd("node2", "-o", "AuthorizedKeysFile=/dev/null")
     assert "it refuses the key: put your public key into" in words()
     hosts.stop_sshd("node2")
@@ -295,12 +307,45 @@ def test_a_run_that_another_job_works_on(ward: Ward, tmp_path: Path) -> None:
     assert ward.trouble(folder=run)[0] == {}
 
 
+@pytest.mark.slow
+@NEEDS_ROOT
+def test_a_real_job(ward: Ward, tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text("node1\nnode2 slots=2\n")
+    ward.hosts.add_decoy_network()
+    try:
+        (found,) = [item for item in ward.doctor("--hosts", str(tmp_path / "hosts")) if item["check"] == "allreduce"]
+    finally:
+        ward.hosts.remove_decoy_network()
+    assert found["state"] == "good"
+    assert re.fullmatch(r"2 ranks, 64 MiB of main memory at [1-9]\d* MB/s", found["found"])
+
+
+@pytest.mark.slow
+@NEEDS_ROOT
+def test_a_real_job_that_fails(ward: Ward) -> None:
+    """What no look at versions can find: Horovod's library on one host does not load."""
+    spec = find_spec("horovod")
+    assert spec and spec.submodule_search_locations
+    libraries = [str(file) for file in Path(spec.submodule_search_locations[0]).glob("*/mpi_lib*.so")]
+    ward.shell("node2", "".join(f"mount --bind /dev/null {library};" for library in libraries))
+    try:
+        bad = [item for item in ward.doctor("-H", BOTH) if item["state"] != "good"]
+    finally:
+        ward.shell("node2", f"umount {' '.join(libraries)}")
+    assert [item["check"] for item in bad] == ["allreduce"]
+    assert "cannot be imported" in bad[0]["found"]
+    assert f"start it by hand to see more: {sys.executable} -m {PACKAGE}.launch --no-check" in bad[0]["way_out"]
+
+
 def test_this_machine_alone(tmp_path: Path) -> None:
     words = [sys.executable, "-m", f"{PACKAGE}.doctor", "--quick", "--folder", str(tmp_path)]
     done = subprocess.run(words, env=environment(), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "writable, and the same one everywhere" in done.stdout
     assert list(tmp_path.iterdir()) == []
+    done = subprocess.run([*words, "-H", "a,a"], env=environment(), capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "error: -H a,a: 'a' names a a second time: add the slots up in one entry\n"
 
 
 def test_a_probe_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

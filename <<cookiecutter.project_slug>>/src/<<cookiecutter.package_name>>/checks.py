@@ -84,8 +84,8 @@ def _code(report: Report) -> str:
     return f"{commit}sources {report.code}"
 
 
-def _same(name: str, values: Mapping[str, str], way_out: str) -> Finding:
-    """Good if all hosts have the same value; else a fault of those that differ from most."""
+def _same(name: str, values: Mapping[str, str], way_out: str, state: str = "fault") -> Finding:
+    """Good if all hosts have the same value; else about those that differ from most."""
     by_value: dict[str, list[str]] = {}
     for host, value in values.items():
         by_value.setdefault(value, []).append(host)
@@ -94,11 +94,11 @@ def _same(name: str, values: Mapping[str, str], way_out: str) -> Finding:
         return Finding("good", name, tuple(values), "".join(by_value))
     strays = tuple(host for _, hosts in groups[1:] for host in hosts)
     found = "; ".join(f"{value} on {names(hosts)}" for value, hosts in groups)
-    return Finding("fault", name, strays, found, way_out)
+    return Finding(state, name, strays, found, way_out)
 
 
 def check_network(reports: Reports, subnet: str | None) -> tuple[Network | None, list[Finding]]:
-    """The network that all hosts share, and the card of each."""
+    """The network that all hosts share, and whether its cards take packets of one size."""
     interfaces = {host: [Interface(**item) for item in report.interfaces] for host, report in reports.items()}
     reached = {host: report.reached for host, report in reports.items() if report.reached}
     try:
@@ -107,7 +107,10 @@ def check_network(reports: Reports, subnet: str | None) -> tuple[Network | None,
         found, _, way_out = str(error).rpartition(": ")
         return None, [Finding("fault", "network", tuple(reports), found, way_out)]
     cards = ", ".join(f"{host} {item.name} {item.address}" for host, item in network.interfaces.items())
-    return network, [Finding("good", "network", tuple(reports), f"{network.subnet}: {cards}")]
+    mtus = {host: str(reports[host].mtus[item.name]) for host, item in network.interfaces.items()}
+    way_out = "set the same MTU on these cards: with a larger one small messages pass and large ones are lost"
+    chosen = Finding("good", "network", tuple(reports), f"{network.subnet}: {cards}")
+    return network, [chosen, _same("mtu", mtus, way_out, "warning")]
 
 
 def check_connections(survey: Survey, network: Network) -> list[Finding]:
