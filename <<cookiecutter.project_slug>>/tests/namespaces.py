@@ -167,7 +167,7 @@ class Hosts:
         addresses = {name: self.address(name) for name in names}
         lines = ["127.0.0.1 localhost", *(f"{address} {name}" for name, address in addresses.items())]
         (folder / "hosts").write_text("\n".join(lines) + "\n")
-        known = [f"{name},{addresses[name]} {(folder / f'{name}.key.pub').read_text()}" for name in names]
+        known = [f"{name},[{name}]:2222,{addresses[name]} {(folder / f'{name}.key.pub').read_text()}" for name in names]
         (folder / "known_hosts").write_text("".join(known))
         for name in names:
             (folder / f"{name}.sshd").write_text(SSHD_CONFIG.format(folder=folder, host=name))

@@ -72,7 +72,7 @@ def test_a_pulled_cable_ends_the_job_and_the_next_start_goes_on(
     )
     reached = read_lines(run)[-1]["step"]
     hurry.touch()
-    with launch(hosts, run, *options, "--network", "10.77.0.0/24", "checkpoint.every_steps=5") as job:
+    with launch(hosts, run, *options, "--network", "10.77.0.0/24") as job:
         output = end_of(job, 120)
     assert job.returncode == 0, output
     assert "resum" in (run / "logs" / "rank-1.log").read_text()
@@ -86,8 +86,8 @@ def test_an_elastic_job_goes_on_with_the_rest_and_takes_the_host_back(
     run, listed = tmp_path / "run", tmp_path / "listed"
     listed.write_text("node1\nnode2\n")
     options = ("--elastic", "--discover", f"cat {listed}", "--transport", "gloo")
-    with launch(hosts, run, *options, "checkpoint.every_steps=5") as job:
-        wait_for_training(run)
+    with launch(hosts, run, *options, "checkpoint.every_steps=20") as job:
+        wait_for_training(run, lines=5)
         hosts.cut("node2")
         wait_for_process(run, 0, start=2)
         reached = read_lines(run)[-1]["step"]

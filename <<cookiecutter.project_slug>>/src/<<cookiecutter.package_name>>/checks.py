@@ -48,31 +48,35 @@ def check_ssh(survey: Survey) -> list[Finding]:
 
 def check_equal(reports: Reports) -> list[Finding]:
     """What must be the same everywhere."""
-    same_environment = "install the same versions there, best from one lock file or image"
-    packages = sorted({package for report in reports.values() for package in report.versions} - {"horovod"})
-    findings = [
-        _same("code", {host: _code(report) for host, report in reports.items()}, "bring the same commit to all hosts"),
-        _same(
-            "python",
+    if not reports:
+        return []
+    environment = "install the same versions there, best from one lock file or image"
+    values = {
+        "code": ({host: _code(report) for host, report in reports.items()}, "bring the same commit to all hosts"),
+        "python": (
             {host: ".".join(report.python.split(".")[:2]) for host, report in reports.items()},
             "use the same minor version of Python on all hosts: pickled objects travel between the ranks",
         ),
-        *(
-            _same(name, {host: item.versions.get(name, "none") for host, item in reports.items()}, same_environment)
-            for name in packages
-        ),
-        _same(
-            "horovod",
-            {host: item.versions.get("horovod", "none") for host, item in reports.items()},
-            "install the one wheel of scripts/build_horovod.py on all hosts",
-        ),
-        _same(
-            "mpi",
+        **{name: (_versions(reports, name), environment) for name in _packages(reports)},
+        "mpi": (
             {host: report.mpi or "none" for host, report in reports.items()},
             "install the same Open MPI on all hosts, first on PATH also in ssh sessions, or use --transport gloo",
         ),
-    ]
-    return findings if reports else []
+    }
+    findings = [_same(name, by_host, way_out) for name, (by_host, way_out) in values.items()]
+    bare = tuple(host for host, report in reports.items() if "horovod" not in report.versions)
+    if len(bare) == len(reports):
+        way_out = "run 'nox -s train' once, or install the wheel of scripts/build_horovod.py"
+        findings.append(Finding("fault", "horovod", bare, "it is not installed", way_out))
+    return findings
+
+
+def _packages(reports: Reports) -> list[str]:
+    return sorted({package for report in reports.values() for package in report.versions})
+
+
+def _versions(reports: Reports, package: str) -> dict[str, str]:
+    return {host: report.versions.get(package, "none") for host, report in reports.items()}
 
 
 def _code(report: Report) -> str:
@@ -80,8 +84,8 @@ def _code(report: Report) -> str:
     return f"{commit}sources {report.code}"
 
 
-def _same(name: str, values: Mapping[str, str], way_out: str) -> Finding:
-    """Good if all hosts have the same value; else a fault of those that differ from most."""
+def _same(name: str, values: Mapping[str, str], way_out: str, state: str = "fault") -> Finding:
+    """Good if all hosts have the same value; else about those that differ from most."""
     by_value: dict[str, list[str]] = {}
     for host, value in values.items():
         by_value.setdefault(value, []).append(host)
@@ -90,11 +94,11 @@ def _same(name: str, values: Mapping[str, str], way_out: str) -> Finding:
         return Finding("good", name, tuple(values), "".join(by_value))
     strays = tuple(host for _, hosts in groups[1:] for host in hosts)
     found = "; ".join(f"{value} on {names(hosts)}" for value, hosts in groups)
-    return Finding("fault", name, strays, found, way_out)
+    return Finding(state, name, strays, found, way_out)
 
 
 def check_network(reports: Reports, subnet: str | None) -> tuple[Network | None, list[Finding]]:
-    """The network that all hosts share, and the card of each."""
+    """The network that all hosts share, and whether its cards take packets of one size."""
     interfaces = {host: [Interface(**item) for item in report.interfaces] for host, report in reports.items()}
     reached = {host: report.reached for host, report in reports.items() if report.reached}
     try:
@@ -103,7 +107,10 @@ def check_network(reports: Reports, subnet: str | None) -> tuple[Network | None,
         found, _, way_out = str(error).rpartition(": ")
         return None, [Finding("fault", "network", tuple(reports), found, way_out)]
     cards = ", ".join(f"{host} {item.name} {item.address}" for host, item in network.interfaces.items())
-    return network, [Finding("good", "network", tuple(reports), f"{network.subnet}: {cards}")]
+    mtus = {host: str(reports[host].mtus[item.name]) for host, item in network.interfaces.items()}
+    way_out = "set the same MTU on these cards: with a larger one small messages pass and large ones are lost"
+    chosen = Finding("good", "network", tuple(reports), f"{network.subnet}: {cards}")
+    return network, [chosen, _same("mtu", mtus, way_out, "warning")]
 
 
 def check_connections(survey: Survey, network: Network) -> list[Finding]:

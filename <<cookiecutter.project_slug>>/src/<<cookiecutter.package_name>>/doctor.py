@@ -24,7 +24,8 @@ from .probe import nearest
 from .survey import HERE, Survey
 
 FAULT_CODE = 2
-JOB_S = 120  # for the allreduce
+JOB_S = 300  # for the allreduce: on a cold file system a framework may take minutes to load
+STOP_S = 20  # for the launcher to end it
 
 
 @dataclass(frozen=True)
@@ -94,17 +95,31 @@ def _check_allreduce(hosts: Sequence[Host], network: Network | None, port: int |
     job = [*launch, "--module", "probe", "--", "--allreduce"]
     names = tuple(host.name for host in hosts)
     way_out = f"start it by hand to see more: {shlex.join(job)}"
-    try:
-        done = subprocess.run(job, capture_output=True, text=True, check=False, timeout=JOB_S)
-    except subprocess.TimeoutExpired:
+    code, output, errors = _run(job)
+    if code is None:
         return Finding("fault", "allreduce", names, f"a job on these hosts did not end within {JOB_S} s", way_out)
-    measured = re.search(r'\{"ranks".*\}', done.stdout)
-    if done.returncode or measured is None:
-        said = done.stderr.strip().rpartition("\n")[2]
-        return Finding("fault", "allreduce", names, f"a job ended with code {done.returncode}: {said}", way_out)
+    measured = re.search(r'\{"ranks".*\}', output)
+    if code or measured is None:
+        said = next(iter(re.findall("^error: (.*)", errors, re.MULTILINE)), "it said nothing")
+        return Finding("fault", "allreduce", names, f"a job ended with code {code}: {said}", way_out)
     result = json.loads(measured[0])
     found = f"{result['ranks']} ranks, 64 MiB of main memory at {result['megabytes_per_s']:.0f} MB/s"
     return Finding("good", "allreduce", names, found)
+
+
+def _run(job: list[str]) -> tuple[int | None, str, str]:
+    """A job's code, output and errors; no code if it had to be stopped."""
+    with subprocess.Popen(job, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace") as process:
+        try:
+            output, errors = process.communicate(timeout=JOB_S)
+        except subprocess.TimeoutExpired:
+            process.terminate()
+            try:
+                process.wait(STOP_S)
+            finally:
+                process.kill()
+            return None, "", ""
+    return process.returncode, output, errors
 
 
 def _place(host: Host) -> str:

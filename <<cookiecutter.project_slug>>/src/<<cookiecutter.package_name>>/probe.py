@@ -23,6 +23,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import psutil
+
+from .errors import end_well
 from .network import own_interfaces
 
 CONNECT_S = 3.0
@@ -35,7 +38,8 @@ class Report:
 
     `code` is a hash of this package's sources, `reached` the address that ssh connected to, `cuda` what the framework
     brings and `driver_cuda` what the driver supports, `memlock` None if unlimited, `sees` whether the file that was
-    asked for is in `folder`, `port` one on which this host listens. Sizes are in bytes, `time` in seconds since 1970.
+    asked for is in `folder`, `port` one on which this host listens; `mtus` are by card. Sizes are in bytes, `time` in
+    seconds since 1970.
     """
 
     hostname: str
@@ -46,6 +50,7 @@ class Report:
     versions: dict[str, str]
     mpi: str | None
     interfaces: list[dict[str, Any]]
+    mtus: dict[str, int]
     reached: str | None
     gpus: int
     driver_cuda: str | None
@@ -71,7 +76,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--allreduce", action="store_true", help="measure one, as a rank of a job")
     options = parser.parse_args(arguments)
     if options.allreduce:
-        return measure_allreduce()
+        end_well(measure_allreduce, lambda: 0)  # any rank says what it misses
+        return 0
     with _listen(options.port) as server:
         print(json.dumps(asdict(report(options.folder, options.sees, server.getsockname()[1]))), flush=True)
         for line in sys.stdin if options.wait else ():
@@ -96,6 +102,7 @@ def report(folder: Path, wanted: str | None, port: int) -> Report:
         versions=about["versions"],
         mpi=_version_of("mpirun"),
         interfaces=[asdict(interface) for interface in own_interfaces()],
+        mtus={card: state.mtu for card, state in psutil.net_if_stats().items()},
         reached=(os.environ.get("SSH_CONNECTION", "").split() + [None] * 3)[2],
         gpus=gpus,
         driver_cuda=driver_cuda,
@@ -141,7 +148,7 @@ def unreachable(addresses: Sequence[tuple[str, int]]) -> list[tuple[str, str]]:
     return [(address[0], reason) for address, reason in zip(addresses, reasons, strict=True) if reason]
 
 
-def measure_allreduce() -> int:
+def measure_allreduce() -> None:
     """Print the algorithm bandwidth of allreduces: bytes of the tensor by the median time, as nccl-tests has it."""
     from .distributed import open_communicator
 
@@ -160,7 +167,6 @@ def measure_allreduce() -> int:
         seconds = statistics.median(times[1:])  # the first one opens the connections
         print(json.dumps({"ranks": communicator.size, "megabytes_per_s": ALLREDUCE_BYTES / seconds / 1e6}), flush=True)
     hvd.shutdown()
-    return 0
 
 
 def _listen(port: int) -> socket.socket:

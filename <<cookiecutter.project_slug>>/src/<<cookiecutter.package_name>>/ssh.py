@@ -16,10 +16,13 @@ PASSED = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV")
 
 
 def ssh_arguments(port: int | None = None, options: Sequence[str] = ()) -> list[str]:
-    """The arguments for ssh: never ask, give up in time; a port of None leaves it to ssh's own configuration."""
+    """The arguments for ssh: never ask, give up in time; a port of None leaves it to ssh's own configuration.
+
+    Of a setting that comes twice ssh takes the first, so the variable's come first.
+    """
     chosen = ["-o", "BatchMode=yes", "-o", f"ConnectTimeout={CONNECT_TIMEOUT_S}"]
     inherited = shlex.split(os.environ.get(ARGUMENTS_VARIABLE, ""))
-    return [*chosen, *inherited, *(["-p", str(port)] if port is not None else []), *options]
+    return [*inherited, *chosen, *(["-p", str(port)] if port is not None else []), *options]
 
 
 def ssh_command(host: str, port: int | None = None, options: Sequence[str] = ()) -> list[str]:
