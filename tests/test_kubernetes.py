@@ -79,13 +79,8 @@ def test_its_key_is_taken_under_the_operators_names(project: Path, tmp_path: Pat
     subprocess.run(["ssh-keygen", "-q", "-t", "ecdsa", "-N", "", "-f", tmp_path / "id_rsa"], check=True)
     script = (project / "docker/entrypoint.sh").read_text().replace("/tmp/ssh", str(tmp_path / "ssh"))
     (tmp_path / "entry.sh").write_text(script)
-    command = [
-        "bash",
-        tmp_path / "entry.sh",
-        sys.executable,
-        "-c",
-        "import os; print(os.environ['OMPI_MCA_plm_rsh_args'])",
-    ]
+    ask = "import os; print(os.environ['OMPI_MCA_plm_rsh_args'])"
+    command = ["bash", str(tmp_path / "entry.sh"), sys.executable, "-c", ask]
     done = subprocess.run(
         command, env={"SSH_SECRET": str(tmp_path), "PATH": "/usr/bin:/bin"}, capture_output=True, text=True, check=True
     )

@@ -208,8 +208,8 @@ def _check_size(size: int) -> None:
     launched = int(_first_variable(SIZE_VARIABLES) or size)
     if launched != size:
         raise UserError(
-            f"the launcher started {launched} ranks but Horovod sees {size}: start with launch/local.sh, with the mpirun"
-            " of the MPI that Horovod was built with, or with srun (-n 1 for one process in an allocation)",
+            f"the launcher started {launched} ranks but Horovod sees {size}: start with launch/local.sh, with"
+            " the mpirun of the MPI that Horovod was built with, or with srun (-n 1 for one process in an allocation)",
             agreed=True,
         )
 
