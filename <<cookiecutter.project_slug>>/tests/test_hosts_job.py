@@ -14,7 +14,7 @@ from test_supervise import TRANSPORTS
 pytestmark = [pytest.mark.slow, NEEDS_ROOT]
 
 LOST_S = 60  # the promise: a static job has ended so many seconds after a cable was pulled
-OPTIONS = ("epochs=10", "tracking.tensorboard=false", "tracking.log_every=5", "data.global_batch=64")
+OPTIONS = ("epochs=4", "tracking.tensorboard=false", "tracking.log_every=2", "data.global_batch=64")
 DATA = ("data.source._target_=faulty.waits", "~data.source.validation_fraction")
 
 
@@ -59,7 +59,7 @@ def test_a_pulled_cable_ends_the_job_and_the_next_start_goes_on(
     hosts: Hosts, tmp_path: Path, hurry: Path, transport: str
 ) -> None:
     run, options = tmp_path / "run", ("-H", "node1,node2", "--transport", transport)
-    with launch(hosts, run, *options, "checkpoint.every_steps=5") as job:
+    with launch(hosts, run, *options, "checkpoint.every_steps=2") as job:
         wait_for_training(run)
         hosts.cut("node2")
         output = end_of(job, LOST_S)
@@ -76,8 +76,8 @@ def test_a_pulled_cable_ends_the_job_and_the_next_start_goes_on(
         output = end_of(job, 120)
     assert job.returncode == 0, output
     assert "resum" in (run / "logs" / "rank-1.log").read_text()
-    assert values(run, "step")[-1] == 10 * 23 > reached > 5
-    assert values(run, "val/accuracy")[-1] > 0.97
+    assert values(run, "step")[-1] == 4 * 23 > reached > 2
+    assert values(run, "val/accuracy")[-1] > 0.9
 
 
 def test_an_elastic_job_goes_on_with_the_rest_and_takes_the_host_back(
@@ -86,12 +86,12 @@ def test_an_elastic_job_goes_on_with_the_rest_and_takes_the_host_back(
     run, listed = tmp_path / "run", tmp_path / "listed"
     listed.write_text("node1\nnode2\n")
     options = ("--elastic", "--discover", f"cat {listed}", "--transport", "gloo")
-    with launch(hosts, run, *options, "checkpoint.every_steps=20") as job:
-        wait_for_training(run, lines=5)
+    with launch(hosts, run, *options, "checkpoint.every_steps=2") as job:
+        wait_for_training(run)
         hosts.cut("node2")
         wait_for_process(run, 0, start=2)
         reached = read_lines(run)[-1]["step"]
-        wait_until(lambda: read_lines(run)[-1]["step"] > reached + 10, "steps of the rest alone")
+        wait_until(lambda: read_lines(run)[-1]["step"] > reached + 4, "steps of the rest alone")
         hosts.mend("node2")
         wait_for_process(run, 1, start=2)
         hurry.touch()

@@ -101,6 +101,7 @@ def test_a_dry_run_names_what_would_start() -> None:
         (["--hosts", "no-such-file"], "the hostfile no-such-file cannot be read"),
         (["--module", "nothing"], "--module nothing is not in this project"),
         (["--command"], "--command needs a command"),
+        (["--elastic", "-H", "a", "--min", "2", "--max", "1"], "--max of at least --min"),
         (["--elastic"], "--elastic needs to know the hosts"),
         (["--elastic", "--discover", "exit 3"], "--discover 'exit 3' ended with 3"),
     ],

@@ -27,11 +27,11 @@ from .ssh import ssh_command
 from .supervise import PREEMPTED, Failure, Job, announce
 from .transport import (
     LOCAL,
+    Rendezvous,
     Start,
     choose_transport,
     mpi_version,
     mpirun_command,
-    open_rendezvous,
     own_address,
     plan_gloo,
     plan_mpi,
@@ -100,15 +100,20 @@ def discovered_hosts(options: argparse.Namespace) -> list[Host]:
     return [host if host.slots else Host(host.name, options.slots) for host in hosts]
 
 
+def named_folder(command: list[str]) -> Path | None:
+    """The folder of the run, where the command names it."""
+    named = [word.partition("=")[2] for word in command if word.startswith("hydra.run.dir=")]
+    return Path(named[-1]) if named else None
+
+
 def run_folder(command: list[str]) -> Path:
     """The folder of the run that a training command makes.
 
     Raises:
         UserError: if the configuration refuses the command's options.
     """
-    chosen = [word.partition("=")[2] for word in command if word.startswith("hydra.run.dir=")]
-    if chosen:
-        return Path(chosen[-1])
+    if named := named_folder(command):
+        return named
     asked = [*command, "--cfg", "job", "--resolve", "--package", "name"]
     done = subprocess.run(asked, capture_output=True, text=True, check=False)
     if done.returncode != 0:
@@ -176,6 +181,7 @@ class Launcher:
         self.options = options
         self.command = command_of(options)
         self.transport = choose_transport(options.transport)
+        self._rendezvous: Rendezvous | None = None
         self._prepare_terminal()
 
     def _prepare_terminal(self) -> None:
@@ -199,7 +205,8 @@ class Launcher:
 
     def _network(self, hosts: list[Host]) -> Network:
         """The network that joins the hosts; looks at them all, and at what would stop a job there."""
-        diagnosis = check(hosts, port=self.options.port, subnet=self.options.network, quick=True)
+        folder = named_folder(self.command) or Path("runs")
+        diagnosis = check(hosts, folder, self.options.port, self.options.network, quick=True)
         faults = diagnosis.faults() if diagnosis.network is None or not self.options.no_check else []
         if faults or diagnosis.network is None:
             found = [f"{', '.join(fault.hosts)}: {fault.found}: {fault.way_out}" for fault in faults]
@@ -212,7 +219,10 @@ class Launcher:
         if self.transport == "mpi":
             parts = plan_mpi(start, mpi_version() or 4)
         else:
-            parts = plan_gloo(start, own_address(start), open_rendezvous(start))
+            if self._rendezvous is not None:  # a new one, at which nothing of an earlier start can call
+                self._rendezvous.stop()
+            self._rendezvous = Rendezvous(start)
+            parts = plan_gloo(start, own_address(start), self._rendezvous.port)
         return Job(parts, os.getcwd(), self.options.grace)
 
     def answers(self, host: Host) -> bool:
@@ -242,13 +252,16 @@ def launch(options: argparse.Namespace) -> Failure | None:
     Raises:
         UserError: if it cannot be started like this.
     """
-    hosts, ranks = listed_hosts(options), ranks_wanted(options.n)
+    hosts = discovered_hosts(options) if options.elastic else listed_hosts(options)
+    ranks = ranks_wanted(options.n)
     launcher = Launcher(options)
     if options.dry_run:
         print(launcher.describe(place(hosts, ranks)))
         return None
     if options.elastic:
         limits = Limits(options.min, options.max, options.wait, options.restarts)
+        if ranks or options.min < 1 or (options.max or options.min) < options.min:
+            raise UserError("--elastic takes --min of at least 1 and --max of at least --min, and no -n: change them")
         pool = Pool(lambda: discovered_hosts(options), launcher.answers, limits)
         folder = run_folder(launcher.command) if options.module == "train" and not options.command else None
         return run_elastic(pool, launcher.begin, lambda: newest_checkpoint(folder), limits)

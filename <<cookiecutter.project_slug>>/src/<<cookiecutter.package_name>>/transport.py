@@ -201,20 +201,25 @@ def own_address(start: Start) -> str:
     return next(item.address for item in own_interfaces() if ipaddress.ip_address(item.address) in subnet)
 
 
-def open_rendezvous(start: Start) -> int:
-    """Horovod's own server, at which the ranks learn each other's addresses; returns its port."""
-    from horovod.runner.common.util.hosts import SlotInfo  # these import no framework
-    from horovod.runner.http.http_server import RendezvousServer
+class Rendezvous:
+    """Horovod's own server, at which the ranks of a job learn each other's addresses; `port` is where."""
 
-    slots = []
-    for host, ranks in start.placed():
-        for local, rank in enumerate(ranks):
-            peers = [other for other in start.hosts if ranks_of(other) > local]
-            slots.append(SlotInfo(host.name, rank, local, peers.index(host), start.size, len(ranks), len(peers)))
-    server = RendezvousServer()
-    port = int(server.start())
-    server.init(slots)
-    return port
+    def __init__(self, start: Start) -> None:
+        from horovod.runner.common.util.hosts import SlotInfo  # these import no framework
+        from horovod.runner.http.http_server import RendezvousServer
+
+        slots = []
+        for host, ranks in start.placed():
+            for local, rank in enumerate(ranks):
+                peers = [other for other in start.hosts if ranks_of(other) > local]
+                slots.append(SlotInfo(host.name, rank, local, peers.index(host), start.size, len(ranks), len(peers)))
+        self._server = RendezvousServer()
+        self.port = int(self._server.start())
+        self._server.init(slots)
+
+    def stop(self) -> None:
+        """Give the port back."""
+        self._server.stop()
 
 
 def _part(start: Start, host: Host, ranks: range, processes: list[Process]) -> Part:

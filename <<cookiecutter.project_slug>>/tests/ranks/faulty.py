@@ -51,7 +51,7 @@ class Waits(ArrayDataset):
 
     def fetch(self, indices: Indices, epoch: int) -> Samples:
         if not os.path.exists(os.environ["HURRY"]):
-            time.sleep(0.4)
+            time.sleep(1)
         return super().fetch(indices, epoch)
 
 
