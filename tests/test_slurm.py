@@ -148,7 +148,7 @@ def test_it_saves_before_the_time_limit_goes_back_and_on(cluster: dict[str, str]
     options = ("epochs=30", "tracking.tensorboard=false", "checkpoint.every_epochs=10", "evaluate_every=10")
     whole = submit(cluster, submit_folder, "launch/slurm.sbatch", "name=whole", *options)
     assert "start 0 of job" in finish(cluster, submit_folder, whole)
-    parts = submit(cluster, submit_folder, "launch/slurm.sbatch", "name=parts", *options)
+    parts = submit(cluster, submit_folder, "launch/slurm.sbatch", "name=parts", "resume=never", *options)
     wait_for(lambda: len(lines(submit_folder, "parts")) > 3, "training")
     check("env", f"SLURM_CONF={cluster['SLURM_CONF']}", "scancel", "--signal=USR1", "--batch", parts)
     log = finish(cluster, submit_folder, parts)

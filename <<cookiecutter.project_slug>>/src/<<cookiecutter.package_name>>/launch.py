@@ -246,6 +246,28 @@ class Launcher:
         return "\n".join(lines)
 
 
+def launch_elastic(launcher: Launcher, options: argparse.Namespace) -> Failure | None:
+    """Run the job on the hosts that there are; what ended it, if it was not the end of the training.
+
+    Raises:
+        UserError: if it cannot be started like this.
+    """
+    if options.n or options.min < 1 or (options.max or options.min) < options.min:
+        raise UserError("--elastic takes --min of at least 1 and --max of at least --min, and no -n: change them")
+    trains = options.module == "train" and not options.command
+    folder = run_folder(launcher.command) if trains else None
+    before = newest_checkpoint(folder)
+
+    def begin(hosts: list[Host]) -> Job:
+        if newest_checkpoint(folder) != before:  # from now on from the newest one, whatever the first start had to
+            launcher.command = [word for word in launcher.command if not word.startswith("resume=")]
+        return launcher.begin(hosts)
+
+    limits = Limits(options.min, options.max, options.wait, options.restarts)
+    pool = Pool(lambda: discovered_hosts(options), launcher.answers, limits)
+    return run_elastic(pool, begin, lambda: newest_checkpoint(folder), limits)
+
+
 def launch(options: argparse.Namespace) -> Failure | None:
     """Run the whole job; what ended it, if it was not the end of the training.
 
@@ -259,12 +281,7 @@ def launch(options: argparse.Namespace) -> Failure | None:
         print(launcher.describe(place(hosts, ranks)))
         return None
     if options.elastic:
-        limits = Limits(options.min, options.max, options.wait, options.restarts)
-        if ranks or options.min < 1 or (options.max or options.min) < options.min:
-            raise UserError("--elastic takes --min of at least 1 and --max of at least --min, and no -n: change them")
-        pool = Pool(lambda: discovered_hosts(options), launcher.answers, limits)
-        folder = run_folder(launcher.command) if options.module == "train" and not options.command else None
-        return run_elastic(pool, launcher.begin, lambda: newest_checkpoint(folder), limits)
+        return launch_elastic(launcher, options)
     return launcher.begin(place(hosts, ranks)).wait(enough=lambda: False)
 
 
