@@ -46,6 +46,7 @@ def check(
     port: int | None = None,
     subnet: str | None = None,
     quick: bool = False,
+    mpi: bool = True,
 ) -> Diagnosis:
     """Ask all hosts at once and compare what they say.
 
@@ -55,6 +56,10 @@ def check(
         port: Of the hosts' sshd.
         subnet: The user's choice of a network.
         quick: Start no job.
+        mpi: Whether Open MPI will start the ranks.
+
+    Raises:
+        UserError: if there is no ssh.
     """
     hosts = list(hosts) or [Host(HERE)]
     names = [host.name for host in hosts]
@@ -65,7 +70,7 @@ def check(
         survey = closing.enter_context(Survey(names, nearest(folder), token, port))
         reports = survey.reports()
         network, findings = checks.check_network(reports, subnet) if len(reports) > 1 else (None, [])
-        findings = [*checks.check_ssh(survey), *checks.check_equal(reports), *findings]
+        findings = [*checks.check_ssh(survey), *checks.check_equal(reports, mpi), *findings]
         if network is not None:
             findings += checks.check_connections(survey, network)
         findings += [*checks.check_names(reports), *checks.check_clocks(survey), *checks.check_gpus(hosts, reports)]
