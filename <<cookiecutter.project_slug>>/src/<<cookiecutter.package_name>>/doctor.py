@@ -10,7 +10,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -119,10 +119,9 @@ def _run(job: list[str]) -> tuple[int | None, str, str]:
             output, errors = process.communicate(timeout=JOB_S)
         except subprocess.TimeoutExpired:
             process.terminate()
-            try:
-                process.wait(STOP_S)
-            finally:
-                process.kill()
+            with suppress(subprocess.TimeoutExpired):
+                process.communicate(timeout=STOP_S)
+            process.kill()
             return None, "", ""
     return process.returncode, output, errors
 
@@ -170,10 +169,8 @@ def _print_table(findings: Sequence[Finding]) -> None:
     everyone = max((len(finding.hosts) for finding in findings), default=0)
     for item in findings:
         hosts = "all" if len(item.hosts) == everyone > 1 else checks.names(item.hosts)
-        colour = {"good": "green", "warning": "yellow", "fault": "red"}[item.state]
-        table.add_row(
-            item.state, item.check, hosts, item.found, item.way_out, style=None if item.state == "good" else colour
-        )
+        style = {"warning": "yellow", "fault": "red"}.get(item.state)
+        table.add_row(item.state, item.check, hosts, item.found, item.way_out, style=style)
     width = None if sys.stdout.isatty() else 200
     Console(width=width, markup=False, highlight=False).print(table)
 
