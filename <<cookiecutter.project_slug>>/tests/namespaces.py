@@ -131,7 +131,7 @@ class Hosts:
         """Give every host a second card with an address in one subnet, that leads nowhere."""
         for number, name in enumerate(self.names, 1):
             self.check(name, "ip", "link", "add", "decoy0", "type", "veth", "peer", "name", "nowhere")
-            self.check(name, "ip", "addr", "add", f"{DECOY}.{number}/24", "dev", "decoy0")
+            self.check(name, "ip", "addr", "add", f"{DECOY}.{number}/28", "dev", "decoy0")
             for card in ("decoy0", "nowhere"):
                 self.check(name, "ip", "link", "set", card, "up")
 

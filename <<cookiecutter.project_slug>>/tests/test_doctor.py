@@ -175,6 +175,7 @@ class Ward:
             "PATH": f"{self.plant}:{known['PATH']}",
             "PYTHONPATH": f"{self.plant}:{known['PYTHONPATH']}",
             "OMPI_MCA_plm_rsh_args": f"-F {self.hosts.folder}/config -o ConnectTimeout=2",
+            "SSH_CONNECTION": f"{DECOY}.9 50000 {DECOY}.1 22",  # how the user came to node1 says nothing of the others
         }
 
     def shell(self, host: str, script: str) -> None:
@@ -230,7 +231,7 @@ def test_healthy_hosts(ward: Ward) -> None:
     ward.hosts.add_decoy_network()
     try:
         findings = ward.doctor("--quick", "-H", BOTH)
-        wrong, words = ward.trouble("-H", BOTH, "--network", f"{DECOY}.0/24")
+        wrong, words = ward.trouble("-H", BOTH, "--network", f"{DECOY}.0/28")
     finally:
         ward.hosts.remove_decoy_network()
     assert {item["state"] for item in findings} == {"good"}, findings

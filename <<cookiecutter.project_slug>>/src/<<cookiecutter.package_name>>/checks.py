@@ -8,7 +8,7 @@ from pathlib import Path
 
 from .errors import UserError
 from .hosts import Host
-from .network import Interface, Network, choose_network, is_here
+from .network import Interface, Network, choose_network
 from .ownership import run_lock
 from .probe import Report
 from .survey import HERE, Survey
@@ -38,7 +38,8 @@ def check_ssh(survey: Survey) -> list[Finding]:
         for host, answer in survey.answers.items()
         if answer.report is None
     ]
-    times = {host: answer.connected_s for host, answer in survey.answers.items() if answer.report and not is_here(host)}
+    answers = survey.answers.items()
+    times = {host: answer.connected_s for host, answer in answers if answer.report and answer.report.reached}
     if not times:
         return failed
     slowest = max(times, key=lambda host: times[host])
@@ -46,29 +47,24 @@ def check_ssh(survey: Survey) -> list[Finding]:
     return [*failed, Finding("good", "ssh", tuple(times), found)]
 
 
-def check_equal(reports: Reports) -> list[Finding]:
-    """What must be the same everywhere."""
+def check_equal(reports: Reports, mpi: bool) -> list[Finding]:
+    """What must be the same everywhere; Open MPI only where it starts the ranks."""
     if not reports:
         return []
-    environment = "install the same versions there, best from one lock file or image"
-    values = {
-        "code": ({host: _code(report) for host, report in reports.items()}, "bring the same commit to all hosts"),
-        "python": (
-            {host: ".".join(report.python.split(".")[:2]) for host, report in reports.items()},
-            "use the same minor version of Python on all hosts: pickled objects travel between the ranks",
-        ),
-        **{name: (_versions(reports, name), environment) for name in _packages(reports)},
-        "mpi": (
-            {host: report.mpi or "none" for host, report in reports.items()},
-            "install the same Open MPI on all hosts, first on PATH also in ssh sessions, or use --transport gloo",
-        ),
-    }
-    findings = [_same(name, by_host, way_out) for name, (by_host, way_out) in values.items()]
-    bare = tuple(host for host, report in reports.items() if "horovod" not in report.versions)
-    if len(bare) == len(reports):
+    pythons = {host: ".".join(report.python.split(".")[:2]) for host, report in reports.items()}
+    findings = [
+        _same("code", {host: _code(report) for host, report in reports.items()}, "bring the same commit to all hosts"),
+        _same("python", pythons, "use the same minor version on all hosts: pickled objects travel between the ranks"),
+    ]
+    for name in _packages(reports):
+        way_out = "install the same versions there, best from one lock file, wheel or image"
+        findings.append(_same(name, _versions(reports, name), way_out, "warning" if name == "numpy" else "fault"))
+    if not any("horovod" in report.versions for report in reports.values()):
         way_out = "run 'nox -s train' once, or install the wheel of scripts/build_horovod.py"
-        findings.append(Finding("fault", "horovod", bare, "it is not installed", way_out))
-    return findings
+        findings.append(Finding("fault", "horovod", tuple(reports), "it is not installed", way_out))
+    versions = {host: report.mpi or "none" for host, report in reports.items()}
+    way_out = "install the same Open MPI on all hosts, first on PATH also in ssh sessions, or use --transport gloo"
+    return [*findings, _same("mpi", versions, way_out, "fault" if mpi else "warning")]
 
 
 def _packages(reports: Reports) -> list[str]:

@@ -10,7 +10,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,7 @@ def check(
     port: int | None = None,
     subnet: str | None = None,
     quick: bool = False,
+    mpi: bool = True,
 ) -> Diagnosis:
     """Ask all hosts at once and compare what they say.
 
@@ -55,6 +56,10 @@ def check(
         port: Of the hosts' sshd.
         subnet: The user's choice of a network.
         quick: Start no job.
+        mpi: Whether Open MPI will start the ranks.
+
+    Raises:
+        UserError: if there is no ssh.
     """
     hosts = list(hosts) or [Host(HERE)]
     names = [host.name for host in hosts]
@@ -65,7 +70,7 @@ def check(
         survey = closing.enter_context(Survey(names, nearest(folder), token, port))
         reports = survey.reports()
         network, findings = checks.check_network(reports, subnet) if len(reports) > 1 else (None, [])
-        findings = [*checks.check_ssh(survey), *checks.check_equal(reports), *findings]
+        findings = [*checks.check_ssh(survey), *checks.check_equal(reports, mpi), *findings]
         if network is not None:
             findings += checks.check_connections(survey, network)
         findings += [*checks.check_names(reports), *checks.check_clocks(survey), *checks.check_gpus(hosts, reports)]
@@ -114,10 +119,9 @@ def _run(job: list[str]) -> tuple[int | None, str, str]:
             output, errors = process.communicate(timeout=JOB_S)
         except subprocess.TimeoutExpired:
             process.terminate()
-            try:
-                process.wait(STOP_S)
-            finally:
-                process.kill()
+            with suppress(subprocess.TimeoutExpired):
+                process.communicate(timeout=STOP_S)
+            process.kill()
             return None, "", ""
     return process.returncode, output, errors
 
@@ -165,10 +169,8 @@ def _print_table(findings: Sequence[Finding]) -> None:
     everyone = max((len(finding.hosts) for finding in findings), default=0)
     for item in findings:
         hosts = "all" if len(item.hosts) == everyone > 1 else checks.names(item.hosts)
-        colour = {"good": "green", "warning": "yellow", "fault": "red"}[item.state]
-        table.add_row(
-            item.state, item.check, hosts, item.found, item.way_out, style=None if item.state == "good" else colour
-        )
+        style = {"warning": "yellow", "fault": "red"}.get(item.state)
+        table.add_row(item.state, item.check, hosts, item.found, item.way_out, style=style)
     width = None if sys.stdout.isatty() else 200
     Console(width=width, markup=False, highlight=False).print(table)
 

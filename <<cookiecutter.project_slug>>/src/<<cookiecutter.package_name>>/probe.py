@@ -36,10 +36,10 @@ ALLREDUCE_BYTES = 64 * 2**20
 class Report:
     """A host as the ranks on it will find it: no framework was imported for this.
 
-    `code` is a hash of this package's sources, `reached` the address that ssh connected to, `cuda` what the framework
-    brings and `driver_cuda` what the driver supports, `memlock` None if unlimited, `sees` whether the file that was
-    asked for is in `folder`, `port` one on which this host listens; `mtus` are by card. Sizes are in bytes, `time` in
-    seconds since 1970.
+    `code` is a hash of this package's sources, `reached` the address that ssh connected to if it did, `cuda` what the
+    framework brings and `driver_cuda` what the driver supports, `memlock` None if unlimited, `sees` whether the file
+    that was asked for is in `folder`, `port` one on which this host listens; `mtus` are by card. Sizes are in bytes,
+    `time` is in seconds since 1970.
     """
 
     hostname: str
@@ -99,7 +99,7 @@ def report(folder: Path, wanted: str | None, port: int) -> Report:
         code=hash_sources(Path(__file__).parent),
         commit=about["git_commit"],
         dirty=about["git_dirty"],
-        versions=about["versions"],
+        versions={name: str(version) for name, version in about["versions"].items()},
         mpi=_version_of("mpirun"),
         interfaces=[asdict(interface) for interface in own_interfaces()],
         mtus={card: state.mtu for card, state in psutil.net_if_stats().items()},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from .errors import UserError
 from .network import is_here
 from .probe import Report
 from .ssh import remote, ssh_command
@@ -60,9 +62,15 @@ class Answer:
 
 
 class Survey:
-    """Sessions with hosts: `answers` by host; each host listens until the survey is closed."""
+    """Sessions with hosts: `answers` by host; each host listens until the survey is closed.
+
+    Raises:
+        UserError: if there is no ssh.
+    """
 
     def __init__(self, hosts: Sequence[str], folder: Path, sees: str, port: int | None = None) -> None:
+        if shutil.which("ssh") is None and not all(map(is_here, hosts)):
+            raise UserError("there is no ssh on this machine, which reaches the other hosts: install openssh-client")
         probe = [sys.executable, "-m", f"{__package__}.probe", "--wait", "--folder", str(folder), "--sees", sees]
         with ThreadPoolExecutor(len(hosts)) as pool:
             opened = list(pool.map(lambda host: _Session(host, probe, port), hosts))
@@ -87,7 +95,7 @@ class Survey:
             others = {other: address for other, address in addresses.items() if other != host}
             reasons = self._sessions[host].ask(list(others.values()))
             if reasons is None:
-                return dict.fromkeys(others, "it stopped to answer")
+                return dict.fromkeys(others, "it stopped answering")
             return {other: reasons[address] for other, (address, _) in others.items() if address in reasons}
 
         with ThreadPoolExecutor(len(addresses)) as pool:
@@ -99,7 +107,8 @@ class _Session:
 
     def __init__(self, host: str, probe: list[str], port: int | None) -> None:
         shell = f"echo {_MARK} && {remote(probe)}"
-        command = ["sh", "-c", shell] if is_here(host) else [*ssh_command(host, port), shell]
+        here = ["env", "-u", "SSH_CONNECTION", "sh", "-c"]  # that would be about how the user came here
+        command = [*(here if is_here(host) else ssh_command(host, port)), shell]
         self._errors = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True, errors="replace"
@@ -114,7 +123,7 @@ class _Session:
         except OSError:
             return None
         line = self._within(CONNECT_S, self._line)
-        return dict(json.loads(line)) if line else None
+        return dict(json.loads(line)) if line.endswith("\n") else None
 
     def close(self) -> None:
         """End the probe and the connection."""
