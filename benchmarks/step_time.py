@@ -38,16 +38,16 @@ class Contest:
         self.environment |= {"PYTHONPATH": str(project / "src")}
         self.environment = {name: value for name, value in self.environment.items() if value}
         self.launcher = self._launcher()
+        self.transport = self._transport()
 
     def _launcher(self) -> list[str]:
-        """The command with which launch/local.sh starts ranks here."""
-        script = (self.project / "launch" / "local.sh").read_text()
-        trial = script.replace("    mpirun -np", "    echo mpirun -np").replace(
-            "exec horovodrun", "exec echo horovodrun"
-        )
-        trial = trial.replace('cd "$(dirname "${BASH_SOURCE[0]}")/.."', "true")
-        words = self._output(["bash", "-c", trial, "local.sh", "-n", str(self.ranks)]).split()
-        return words[: words.index("python")]
+        """The project's own launcher, for any command."""
+        return ["python", "-m", f"{self.package}.launch", "-n", str(self.ranks), "--command", "--"]
+
+    def _transport(self) -> str:
+        """How it starts ranks here."""
+        said = self._output([*self.launcher[:-2], "--dry-run"])
+        return "MPI" if said.startswith("mpirun") else "Gloo"
 
     def _output(self, command: list[str]) -> str:
         done = subprocess.run(
@@ -106,7 +106,7 @@ def main() -> None:
         for name, kind in kinds.items():
             times[name].append(contest.bare(kind))
         times["ours"].append(contest.ours())
-    started = f"{options.ranks} ranks ({contest.launcher[0]})"
+    started = f"{options.ranks} ranks ({contest.transport})"
     print(f"{options.engine}, {options.model}, {started}, {BATCH} samples per rank and step")
     best = {name: min(values) for name, values in times.items()}
     for name, milliseconds in best.items():

@@ -25,7 +25,10 @@ SHELL = {
     "docker/environment.sh",
     "docker/health.sh",
     "docker/sshd_config",
+    "launch/elastic.sh",
+    "launch/hosts.example",
     "launch/local.sh",
+    "launch/ssh.sh",
     "noxfile.py",
     "pyproject.toml",
     "scripts/build_horovod.py",
@@ -123,16 +126,18 @@ def test_hard_answers(name: str, template: Path, tmp_path: Path) -> None:
     assert (project / "src/unicode_quotes_n_spaces/__init__.py").exists()
     assert HARD_ANSWERS["project_name"] in (project / "README.md").read_text()
     assert HARD_ANSWERS["author"] in (project / "LICENSE").read_text()
-    job = yaml.safe_load((project / "launch/kubernetes.yaml").read_text())
+    _, job = yaml.safe_load_all((project / "launch/kubernetes.yaml").read_text())
     assert job["metadata"]["name"] == project.name
     check_style(project)
 
 
 def test_launch_scripts(template: Path, tmp_path: Path) -> None:
     project = render(template, tmp_path, use_slurm=True)
-    local = project / "launch/local.sh"
-    assert local.stat().st_mode & stat.S_IXUSR
-    check("shellcheck", local, project / "launch/slurm.sbatch", ROOT / ".ci/run")
+    scripts = sorted((project / "launch").glob("*.sh"))
+    assert len(scripts) == 3
+    assert all(script.stat().st_mode & stat.S_IXUSR for script in scripts)
+    others = [project / "launch/slurm.sbatch", project / "docker/entrypoint.sh", ROOT / ".ci/run"]
+    check("shellcheck", *scripts, *others)
 
 
 def test_replay(template: Path, tmp_path: Path) -> None:

@@ -22,17 +22,19 @@ name_user() {
 
 # Copies, since a mounted secret has whatever owner and mode its platform gives it, and ssh is strict about both.
 take_keys() {
-    [[ -r $SECRET/id_ed25519 && -r $SECRET/id_ed25519.pub ]] ||
+    local key=$SECRET/id_ed25519
+    if [[ ! -e $key && -e $SECRET/id_rsa ]]; then key=$SECRET/id_rsa; fi # the MPI operator's name, whatever its kind
+    [[ -r $key && -r $key.pub ]] ||
         fail "no id_ed25519 and id_ed25519.pub in $SECRET that uid $(id -u) can read: mount an ssh key pair there" \
             "that this user may read, or set SSH_SECRET to its folder."
     whoami >/dev/null 2>&1 ||
         fail "uid $(id -u) has no name and /etc/passwd cannot be written: run as uid 10001, or with a writable root."
     umask 077
     mkdir -p "$FOLDER"
-    install -m 600 "$SECRET/id_ed25519" "$FOLDER/id_ed25519"
-    install -m 600 "$SECRET/id_ed25519.pub" "$FOLDER/authorized_keys"
+    install -m 600 "$key" "$FOLDER/key"
+    install -m 600 "$key.pub" "$FOLDER/authorized_keys"
     # Host keys are new at each start, so the hosts of a job cannot know them beforehand.
-    printf '%s\n' "Host *" "Port 2222" "IdentityFile $FOLDER/id_ed25519" "StrictHostKeyChecking no" \
+    printf '%s\n' "Host *" "Port 2222" "IdentityFile $FOLDER/key" "StrictHostKeyChecking no" \
         "UserKnownHostsFile /dev/null" "LogLevel ERROR" >"$FOLDER/config"
 }
 

@@ -68,19 +68,23 @@ def environment() -> dict[str, str]:
     return {**inherited, "PATH": path, "PYTHONPATH": modules}
 
 
-def start_job(ranks: int, folder: Path, *overrides: str) -> subprocess.Popen[str]:
+def start_job(ranks: int, folder: Path, *overrides: str, options: tuple[str, ...] = ()) -> subprocess.Popen[str]:
     """Start training through the project's own launcher."""
-    options = [f"engine={current_engine()}", f"hydra.run.dir={folder}", *overrides]
-    command = ["launch/local.sh", "-n", str(ranks), *options]
+    settings = [f"engine={current_engine()}", f"hydra.run.dir={folder}", *overrides]
+    command = ["launch/local.sh", "-n", str(ranks), *options, *settings]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     return subprocess.Popen(command, cwd=ROOT, env=environment(), text=True, **pipes)  # type: ignore[call-overload,no-any-return]
 
 
 def run_ranks(ranks: int, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run python with these arguments on several ranks over Gloo."""
-    launcher = ["horovodrun", "--gloo", "--network-interfaces", "lo", "-np", str(ranks)]
-    command = [*launcher, sys.executable, *arguments]
+    command = launched(ranks, sys.executable, *arguments)
     return subprocess.run(command, env=environment(), text=True, capture_output=True, timeout=180, check=False)
+
+
+def launched(ranks: int, *command: str, options: tuple[str, ...] = ("--transport", "gloo")) -> list[str]:
+    """The command line that runs a command on several ranks."""
+    return [sys.executable, "-m", f"{PACKAGE}.launch", "-n", str(ranks), *options, "--command", "--", *command]
 
 
 def wait_for_training(run: Path, lines: int = 3) -> None:
@@ -101,6 +105,14 @@ def wait_for_process(run: Path, rank: int, start: int = 1) -> int:
             return int(found[start - 1])
         time.sleep(0.1)
     raise AssertionError(f"no process in {log} after 60 s")
+
+
+def is_alive(process: int) -> bool:
+    """Whether it runs; what is dead but not yet reaped by its parent does not."""
+    try:
+        return ") Z " not in Path(f"/proc/{process}/stat").read_text()
+    except FileNotFoundError:
+        return False
 
 
 @contextmanager

@@ -19,6 +19,8 @@ from jobs import (
     SMALL,
     current_engine,
     environment,
+    is_alive,
+    launched,
     mounted,
     read_lines,
     run_ranks,
@@ -136,14 +138,6 @@ def test_the_same_run_goes_on_where_it_was(job: Job, tmp_path: Path, monkeypatch
         assert refused.returncode == 2
 
 
-def is_alive(process: int) -> bool:
-    """Whether it runs; what is dead but not yet reaped by its parent does not."""
-    try:
-        return ") Z " not in Path(f"/proc/{process}/stat").read_text()
-    except FileNotFoundError:
-        return False
-
-
 @each_engine
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_killed_rank_takes_all_down(tmp_path: Path, victim: int) -> None:
@@ -200,7 +194,7 @@ def test_gloo_takes_the_network_that_it_is_told() -> None:
     """Also where the host's name has no address, as in some containers; Horovod's own build crashes there."""
     if os.geteuid() != 0:
         pytest.skip("giving this test a host name of its own needs root")
-    ranks = ["horovodrun", "--gloo", "--network-interfaces", "lo", "-np", "2", sys.executable, str(RANKS / "talk.py")]
+    ranks = launched(2, sys.executable, str(RANKS / "talk.py"))
     command = ["unshare", "--uts", "bash", "-c", f"hostname nameless && {shlex.join(ranks)}"]
     result = subprocess.run(command, env=environment(), text=True, capture_output=True, timeout=120, check=False)
     assert all(f"rank {rank} passed" in result.stdout for rank in range(2)), result.stdout + result.stderr
@@ -240,13 +234,14 @@ def test_a_full_disk_ends_the_job(job: Job, tmp_path: Path) -> None:
     assert re.search(r"error: .*No space left on device", result.stdout)
 
 
-def test_another_world_than_the_launchers(tmp_path: Path) -> None:
+@pytest.mark.parametrize("variable", ["SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"])  # plain python within an allocation
+def test_another_world_than_the_launchers(tmp_path: Path, variable: str) -> None:
     command = [sys.executable, "-m", f"{PACKAGE}.train", f"hydra.run.dir={tmp_path}/run"]
     command += [f"engine={current_engine()}"]
     result = subprocess.run(
         command,
         cwd=ROOT,
-        env={**environment(), "SLURM_STEP_NUM_TASKS": "4"},
+        env={**environment(), variable: "4"},
         capture_output=True,
         text=True,
         check=False,

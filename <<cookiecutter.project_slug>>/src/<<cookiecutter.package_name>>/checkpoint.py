@@ -41,7 +41,7 @@ POINTERS = ("latest", "best")
 
 _NAME = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
 _TAG = re.compile(r"(?!step-|\d+$)\w[\w.+-]*")
-_VERSIONED = ("horovod", "torch", "tensorflow", "keras", "numpy")
+_VERSIONED = ("horovod", "torch", "tensorflow", "tensorflow-cpu", "keras", "numpy")
 
 Writer = Callable[[Path], object]  # writes its files into the folder given
 

@@ -25,7 +25,7 @@ ASK_AGAIN_S = 10.0
 
 # What each launcher says about a process, in the order in which one launcher may run inside another.
 RANK_VARIABLES = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
-SIZE_VARIABLES = ("HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
+SIZE_VARIABLES = ("HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
 
 # Our option, Horovod's variable, and what turns one into the other.
 SETTINGS: tuple[tuple[str, str, Callable[[Any], object]], ...] = (
@@ -208,8 +208,8 @@ def _check_size(size: int) -> None:
     launched = int(_first_variable(SIZE_VARIABLES) or size)
     if launched != size:
         raise UserError(
-            f"the launcher started {launched} ranks but Horovod sees {size}: launch with the transport that"
-            " Horovod was built for (horovodrun --gloo, or the mpirun of the MPI in its wheel)",
+            f"the launcher started {launched} ranks but Horovod sees {size}: start with launch/local.sh, with"
+            " the mpirun of the MPI that Horovod was built with, or with srun (-n 1 for one process in an allocation)",
             agreed=True,
         )
 

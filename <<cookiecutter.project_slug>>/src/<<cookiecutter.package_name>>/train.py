@@ -1,4 +1,4 @@
-"""Train a model: python -m <package>.train [option=value ...], alone or under horovodrun, mpirun or srun."""
+"""Train a model: python -m <package>.train [option=value ...], alone or under launch/local.sh, mpirun or srun."""
 
 from __future__ import annotations
 

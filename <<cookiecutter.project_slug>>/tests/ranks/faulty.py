@@ -4,6 +4,7 @@ import json
 import math
 import os
 import signal
+import time
 
 import numpy as np
 
@@ -45,6 +46,15 @@ class Stops(ArrayDataset):
         return super().fetch(indices, epoch)
 
 
+class Waits(ArrayDataset):
+    """Digits that come slowly until there is the file that HURRY names."""
+
+    def fetch(self, indices: Indices, epoch: int) -> Samples:
+        if not os.path.exists(os.environ["HURRY"]):
+            time.sleep(1)
+        return super().fetch(indices, epoch)
+
+
 class NotANumber(ArrayDataset):
     """Digits, but one training batch of rank 1 is not a number."""
 
@@ -76,6 +86,11 @@ def stops() -> Splits:
     splits = digits()
     assert isinstance(splits.validation, ArrayDataset)
     return Splits(splits.train, Stops(splits.validation.inputs, splits.validation.labels))
+
+
+def waits() -> Splits:
+    """See Waits."""
+    return _with_training(Waits)
 
 
 def not_a_number() -> Splits:

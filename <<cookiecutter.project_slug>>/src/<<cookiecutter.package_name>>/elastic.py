@@ -1,0 +1,168 @@
+"""Goes on when hosts are lost or come: starts the job again, from its newest checkpoint, on the hosts that there are.
+
+Horovod has an elastic mode of its own, within a running job. Ours starts anew, as torchrun does: a resume is exact
+here, so nothing but the steps since the last checkpoint is lost, and no part of the training has to know of it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from .agent import POLL_S
+from .errors import FAILURE, USER_ERROR, UserError
+from .hosts import Host, allot
+from .supervise import PREEMPTED, Failure, Job, announce, noticed_signals
+
+CHECK_EVERY_S = 3.0
+COOLDOWN_S, LONGEST_COOLDOWN_S = 10.0, 600.0
+PAUSE_S = 10.0  # after a loss, times the starts in vain: until the lost host has ended its ranks, and its lock is gone
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How few and how many slots (None: all), how long to wait for the few, and how often to start in vain."""
+
+    minimum: int
+    maximum: int | None
+    wait_s: float
+    restarts: int
+
+
+class Pool:
+    """The hosts that can be used now, kept up to date by a thread.
+
+    Args:
+        discover: Lists the hosts.
+        answers: Whether a host can be reached; asked before it is counted on.
+        limits: See there.
+    """
+
+    def __init__(self, discover: Callable[[], list[Host]], answers: Callable[[Host], bool], limits: Limits) -> None:
+        self._discover, self._answers, self._limits = discover, answers, limits
+        self._failures: dict[str, int] = {}
+        self._aside_until: dict[str, float] = {}
+        self._listed = discover()  # an error here is the user's to mend
+        self._usable: list[Host] = []
+        self.used: list[Host] = []
+        self._lock = threading.Lock()
+        threading.Thread(target=self._keep_up, daemon=True).start()
+
+    def choice(self) -> list[Host]:
+        """The best hosts to start on now, those in use first; none while there are too few."""
+        with self._lock:
+            usable, used = list(self._usable), {host.name for host in self.used}
+        usable.sort(key=lambda host: host.name not in used)
+        slots = sum(host.slots or 1 for host in usable)
+        if slots < self._limits.minimum:
+            return []
+        return allot(usable, min(slots, self._limits.maximum or slots))
+
+    def has_changed(self) -> bool:
+        """Whether a new start would have more ranks, or a host in use is listed no more."""
+        with self._lock:
+            listed = {host.name for host in self._listed}
+        if any(host.name not in listed for host in self.used):
+            return True
+        return sum(host.slots or 1 for host in self.choice()) > sum(host.slots or 1 for host in self.used)
+
+    def put_aside(self, name: str) -> None:
+        """Leave a host alone for a while, at each failure for longer."""
+        failures = self._failures[name] = self._failures.get(name, 0) + 1
+        rest = min(LONGEST_COOLDOWN_S, COOLDOWN_S * 2 ** (failures - 1))
+        with self._lock:
+            self._aside_until[name] = time.monotonic() + rest
+            self._usable = [host for host in self._usable if host.name != name]
+        print(f"launch: host {name} is left alone for {rest:g} s", flush=True)
+
+    def forgive(self) -> None:
+        """After progress a failure counts as the first one."""
+        self._failures.clear()
+
+    def _keep_up(self) -> None:
+        with ThreadPoolExecutor(32) as pool:
+            while True:
+                try:
+                    listed = self._discover()
+                except UserError as error:
+                    print(f"launch: {error}", flush=True)
+                    listed = self._listed
+                ready = [host for host in listed if self._aside_until.get(host.name, 0) < time.monotonic()]
+                answers = list(pool.map(self._answers, ready))
+                with self._lock:
+                    self._listed = listed
+                    self._usable = [
+                        host
+                        for host, there in zip(ready, answers, strict=True)
+                        if there and self._aside_until.get(host.name, 0) < time.monotonic()
+                    ]
+                time.sleep(CHECK_EVERY_S)
+
+
+def run_elastic(
+    pool: Pool, begin: Callable[[list[Host]], Job], progress: Callable[[], str], limits: Limits
+) -> Failure | None:
+    """Start jobs on what hosts there are until one trains to the end; what ended the last one, if it did not.
+
+    Args:
+        pool: The hosts.
+        begin: Starts a job on hosts, each with as many ranks as slots.
+        progress: Something that changes whenever a checkpoint is published.
+        limits: See there.
+    """
+    vain, reached, lost = 0, progress(), False
+    while True:
+        hosts = _wait_for_hosts(pool, limits, pause=PAUSE_S * vain if lost else 0)
+        if hosts is None:
+            return Failure("told to stop while waiting for hosts", PREEMPTED)
+        pool.used = hosts
+        print(f"launch: starting on {', '.join(f'{host.name}:{host.slots}' for host in hosts)}", flush=True)
+        failure, signalled = _attempt(begin, hosts, pool)
+        # What the user can mend ends it, but not that the run is still locked by a host that was lost.
+        if failure is None or signalled or (failure.code == USER_ERROR and not lost):
+            return failure
+        if failure.code == PREEMPTED:
+            print("launch: all have saved; starting again", flush=True)
+            continue
+        announce(failure)
+        before, reached = reached, progress()
+        vain = 1 if reached != before else vain + 1
+        lost = failure.lost or (lost and reached == before)
+        if vain > limits.restarts:
+            return Failure(f"{vain} starts in a row brought no new checkpoint; the last: {failure.sentence}", FAILURE)
+        if reached != before:
+            pool.forgive()
+        if failure.host is not None:
+            pool.put_aside(failure.host)
+
+
+def _attempt(begin: Callable[[list[Host]], Job], hosts: list[Host], pool: Pool) -> tuple[Failure | None, bool]:
+    """How one start ended, and whether it was told to from outside."""
+    try:
+        job = begin(hosts)
+    except UserError as error:
+        return Failure(str(error), USER_ERROR), False
+    return job.wait(enough=pool.has_changed), job.signalled
+
+
+def _wait_for_hosts(pool: Pool, limits: Limits, pause: float) -> list[Host] | None:
+    """The hosts to start on, after a pause; None if a signal says to stop.
+
+    Raises:
+        UserError: if there are too few for too long.
+    """
+    began = time.monotonic()
+    with noticed_signals() as signals:
+        while time.monotonic() < began + pause or not (hosts := pool.choice()):
+            if signals:
+                return None
+            if time.monotonic() > began + pause + limits.wait_s:
+                raise UserError(
+                    f"fewer than {limits.minimum} slots answered for {limits.wait_s:g} s:"
+                    " look at the hosts, or change --min or --wait"
+                )
+            time.sleep(POLL_S)
+    return hosts

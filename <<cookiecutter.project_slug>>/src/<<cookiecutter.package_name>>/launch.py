@@ -1,0 +1,299 @@
+"""Start training with several ranks, watch them, and end with their code: see docs/launch.md.
+
+    python -m <package>.launch -n 2 name=first                      on this machine
+    python -m <package>.launch -H a:4,b:4 name=first                on hosts that ssh reaches
+    python -m <package>.launch --elastic --hosts FILE name=first    on whatever hosts there are
+
+What follows the options goes to the training; put `--` before it if it begins with a dash.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from .doctor import check
+from .elastic import Limits, Pool, run_elastic
+from .errors import USER_ERROR, UserError, end_well
+from .hosts import Host, allot, parse_hosts, read_hosts
+from .network import Network, is_here
+from .ssh import ssh_command
+from .supervise import PREEMPTED, Failure, Job, announce
+from .transport import (
+    LOCAL,
+    Rendezvous,
+    Start,
+    choose_transport,
+    mpi_version,
+    mpirun_command,
+    own_address,
+    plan_gloo,
+    plan_mpi,
+)
+
+PACKAGE = __package__.partition(".")[0]
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="launch", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    add = parser.add_argument
+    add("-n", metavar="RANKS", help="all slots of the hosts; on this machine its GPUs, or 2")
+    add("--hosts", type=Path, metavar="FILE", help="a line for each host: 'host', 'host:4' or 'host slots=4'")
+    add("-H", dest="host_list", metavar="a:4,b:4", help="the hosts and their slots")
+    add("--transport", choices=("auto", "mpi", "gloo"), default="auto", help="auto: MPI where it is, else Gloo")
+    add("--network", metavar="SUBNET", help="the network for the ranks, such as 10.0.0.0/16; else it is found")
+    add("--port", type=int, help="of the hosts' ssh; else what ssh's own configuration says")
+    add("--env", action="append", default=[], metavar="NAME", help="pass this variable on to the other hosts too")
+    add("--grace", type=float, default=30.0, metavar="SECONDS", help="for saving when told to stop (default: 30)")
+    add("--no-check", action="store_true", help="start without looking at the hosts first")
+    add("--dry-run", action="store_true", help="print what would be started")
+    add("--module", default="train", help="of the package: train (default), evaluate, ...")
+    add("--command", action="store_true", help="what follows is a whole command, not options of a module")
+    add("--elastic", action="store_true", help="go on when hosts are lost or come")
+    add("--discover", metavar="COMMAND", help="elastic: prints 'host' or 'host:4' lines; else --hosts is read again")
+    add("--min", type=int, default=1, help="elastic: wait while there are fewer slots")
+    add("--max", type=int, help="elastic: start no more ranks")
+    add("--slots", type=int, default=1, help="elastic: of a host that is listed without")
+    add("--wait", type=float, default=600.0, metavar="SECONDS", help="elastic: for the hosts (default: 600)")
+    add("--restarts", type=int, default=3, help="elastic: how many in a row without progress (default: 3)")
+    add("arguments", nargs=argparse.REMAINDER, help="for the training")
+    return parser.parse_args(arguments)
+
+
+def listed_hosts(options: argparse.Namespace) -> list[Host]:
+    """The hosts that the command line names; none means this machine.
+
+    Raises:
+        UserError: if they are named twice, or an entry is no host.
+    """
+    if options.hosts and options.host_list:
+        raise UserError("--hosts and -H both name hosts: give one of them")
+    if options.hosts:
+        return read_hosts(options.hosts)
+    return parse_hosts(options.host_list) if options.host_list else []
+
+
+def discovered_hosts(options: argparse.Namespace) -> list[Host]:
+    """The hosts that an elastic job may use now.
+
+    Raises:
+        UserError: if the command that lists them fails, or lists something else.
+    """
+    if options.discover is None:
+        hosts = listed_hosts(options)
+    else:
+        done = subprocess.run(options.discover, shell=True, capture_output=True, text=True, check=False)
+        if done.returncode != 0:
+            raise UserError(f"--discover '{options.discover}' ended with {done.returncode}: {done.stderr.strip()}")
+        hosts = parse_hosts(",".join(done.stdout.split())) if done.stdout.strip() else []
+    if not hosts and options.discover is None:
+        raise UserError("--elastic needs to know the hosts: name a file with --hosts, or a command with --discover")
+    return [host if host.slots else Host(host.name, options.slots) for host in hosts]
+
+
+def named_folder(command: list[str]) -> Path | None:
+    """The folder of the run, where the command names it."""
+    named = [word.partition("=")[2] for word in command if word.startswith("hydra.run.dir=")]
+    return Path(named[-1]) if named else None
+
+
+def run_folder(command: list[str]) -> Path:
+    """The folder of the run that a training command makes.
+
+    Raises:
+        UserError: if the configuration refuses the command's options.
+    """
+    if named := named_folder(command):
+        return named
+    asked = [*command, "--cfg", "job", "--resolve", "--package", "name"]
+    done = subprocess.run(asked, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise UserError(done.stderr.strip().removeprefix("error: "))
+    return Path("runs", done.stdout.strip())
+
+
+def newest_checkpoint(folder: Path | None) -> str:
+    """What the pointer to the newest checkpoint says; nothing where there is none."""
+    pointer = folder / "checkpoints" / "latest" if folder else None
+    return pointer.read_text() if pointer and pointer.exists() else ""
+
+
+def ranks_wanted(text: str | None) -> int | None:
+    """The value of -n.
+
+    Raises:
+        UserError: if it is no number of ranks.
+    """
+    if text is not None and not re.fullmatch("[1-9][0-9]{0,5}", text):
+        raise UserError(f"-n is '{text}', but it must be a number of ranks, for example -n 2")
+    return int(text) if text else None
+
+
+def place(hosts: list[Host], ranks: int | None) -> list[Host]:
+    """The hosts that get ranks, with how many; this machine alone takes any number.
+
+    Raises:
+        UserError: if there are fewer slots than ranks.
+    """
+    if not hosts:
+        return [Host(LOCAL, ranks or count_gpus() or 2)]
+    return allot(hosts, ranks or sum(host.slots or 1 for host in hosts))
+
+
+def count_gpus() -> int:
+    """GPUs of this machine."""
+    try:
+        listed = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True, check=False).stdout
+    except OSError:
+        return 0
+    return len(re.findall("^GPU", listed, re.MULTILINE))
+
+
+def command_of(options: argparse.Namespace) -> list[str]:
+    """What each rank runs.
+
+    Raises:
+        UserError: if there is no such module, or no command.
+    """
+    words = options.arguments[1:] if options.arguments[:1] == ["--"] else options.arguments
+    if options.command:
+        if not words:
+            raise UserError("--command needs a command: write it behind --")
+        return list(words)
+    if not (Path(__file__).parent / f"{options.module}.py").exists():
+        raise UserError(f"--module {options.module} is not in this project: name train, evaluate or another file of it")
+    return [sys.executable, "-m", f"{PACKAGE}.{options.module}", *words]
+
+
+class Launcher:
+    """Starts jobs on sets of hosts by one transport."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
+        self.command = command_of(options)
+        self.transport = choose_transport(options.transport)
+        self._rendezvous: Rendezvous | None = None
+        self._prepare_terminal()
+
+    def _prepare_terminal(self) -> None:
+        """Tell rank 0 the width of this terminal, or that there is none: mpirun gives it one of its own."""
+        if sys.stdout.isatty():
+            os.environ["COLUMNS"] = str(shutil.get_terminal_size().columns)
+        else:
+            os.environ["TTY_COMPATIBLE"] = "0"
+        for name in [name for name in os.environ if name.startswith("SLURM_")]:
+            del os.environ[name]  # within an allocation mpirun would take its hosts from there
+
+    def start(self, hosts: list[Host]) -> Start:
+        """What is to be started on hosts; finds the network that joins them.
+
+        Raises:
+            UserError: if they have no network in common.
+        """
+        remote = [host for host in hosts if not is_here(host.name)]
+        network = self._network(hosts) if remote else None
+        return Start(self.command, hosts, network, self.options.port, tuple(self.options.env))
+
+    def _network(self, hosts: list[Host]) -> Network:
+        """The network that joins the hosts; looks at them all, and at what would stop a job there."""
+        folder = named_folder(self.command) or Path("runs")
+        diagnosis = check(hosts, folder, self.options.port, self.options.network, quick=True)
+        faults = diagnosis.faults() if diagnosis.network is None or not self.options.no_check else []
+        if faults or diagnosis.network is None:
+            found = [f"{', '.join(fault.hosts)}: {fault.found}: {fault.way_out}" for fault in faults]
+            raise UserError("; ".join(found) or "no network joins these hosts: name one with --network")
+        return diagnosis.network
+
+    def begin(self, hosts: list[Host]) -> Job:
+        """Start a job."""
+        start = self.start(hosts)
+        if self.transport == "mpi":
+            parts = plan_mpi(start, mpi_version() or 4)
+        else:
+            if self._rendezvous is not None:  # a new one, at which nothing of an earlier start can call
+                self._rendezvous.stop()
+            self._rendezvous = Rendezvous(start)
+            parts = plan_gloo(start, own_address(start), self._rendezvous.port)
+        return Job(parts, os.getcwd(), self.options.grace)
+
+    def answers(self, host: Host) -> bool:
+        """Whether a host can be reached."""
+        if is_here(host.name):
+            return True
+        command = [*ssh_command(host.name, self.options.port), "true"]
+        return subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=False).returncode == 0
+
+    def describe(self, hosts: list[Host]) -> str:
+        """The command lines, to read and to copy."""
+        start = self.start(hosts)
+        if self.transport == "mpi":
+            return shlex.join(mpirun_command(start, mpi_version() or 4))
+        lines = ["# Over Gloo; the launcher itself holds the rendezvous server, at a port of its own (here: 0)."]
+        for part in plan_gloo(start, own_address(start), port=0):
+            for process in part.processes:
+                settings = [f"{name}={value}" for name, value in process.environment.items()]
+                lines.append(f"# {process.name}, on host {part.host}:")
+                lines.append(shlex.join(["env", *settings, *process.command]))
+        return "\n".join(lines)
+
+
+def launch_elastic(launcher: Launcher, options: argparse.Namespace) -> Failure | None:
+    """Run the job on the hosts that there are; what ended it, if it was not the end of the training.
+
+    Raises:
+        UserError: if it cannot be started like this.
+    """
+    if options.n or options.min < 1 or (options.max or options.min) < options.min:
+        raise UserError("--elastic takes --min of at least 1 and --max of at least --min, and no -n: change them")
+    trains = options.module == "train" and not options.command
+    folder = run_folder(launcher.command) if trains else None
+    before = newest_checkpoint(folder)
+
+    def begin(hosts: list[Host]) -> Job:
+        if newest_checkpoint(folder) != before:  # from now on from the newest one, whatever the first start had to
+            launcher.command = [word for word in launcher.command if not word.startswith("resume=")]
+        return launcher.begin(hosts)
+
+    limits = Limits(options.min, options.max, options.wait, options.restarts)
+    pool = Pool(lambda: discovered_hosts(options), launcher.answers, limits)
+    return run_elastic(pool, begin, lambda: newest_checkpoint(folder), limits)
+
+
+def launch(options: argparse.Namespace) -> Failure | None:
+    """Run the whole job; what ended it, if it was not the end of the training.
+
+    Raises:
+        UserError: if it cannot be started like this.
+    """
+    hosts = discovered_hosts(options) if options.elastic else listed_hosts(options)
+    ranks = ranks_wanted(options.n)
+    launcher = Launcher(options)
+    if options.dry_run:
+        print(launcher.describe(place(hosts, ranks)))
+        return None
+    if options.elastic:
+        return launch_elastic(launcher, options)
+    return launcher.begin(place(hosts, ranks)).wait(enough=lambda: False)
+
+
+def main() -> None:
+    """Launch, and say what has ended the job unless a rank has said it already."""
+    failure = launch(parse(sys.argv[1:]))
+    if failure is None:
+        return
+    if failure.code not in (USER_ERROR, PREEMPTED):
+        announce(failure)
+    sys.exit(failure.code)
+
+
+if __name__ == "__main__":
+    end_well(main, lambda: 0)

@@ -1,0 +1,43 @@
+"""How every command of this project reaches another host."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+# Open MPI's own variable, so that one setting such as "-F file" serves mpirun and this project alike.
+ARGUMENTS_VARIABLE = "OMPI_MCA_plm_rsh_args"
+CONNECT_TIMEOUT_S = 10
+
+# What a command on another host must find as it is here.
+PASSED = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV")
+
+
+def ssh_arguments(port: int | None = None, options: Sequence[str] = ()) -> list[str]:
+    """The arguments for ssh: never ask, give up in time; a port of None leaves it to ssh's own configuration.
+
+    Of a setting that comes twice ssh takes the first, so the variable's come first.
+    """
+    chosen = ["-o", "BatchMode=yes", "-o", f"ConnectTimeout={CONNECT_TIMEOUT_S}"]
+    inherited = shlex.split(os.environ.get(ARGUMENTS_VARIABLE, ""))
+    return [*inherited, *chosen, *(["-p", str(port)] if port is not None else []), *options]
+
+
+def ssh_command(host: str, port: int | None = None, options: Sequence[str] = ()) -> list[str]:
+    """The command that opens a session on a host; what to run there follows it, see `remote`."""
+    return ["ssh", *ssh_arguments(port, options), host]
+
+
+def remote(words: Sequence[str], folder: Path | None = None, environment: Mapping[str, str] | None = None) -> str:
+    """One argument for ssh that runs words in the same folder and with the same search paths as here.
+
+    Args:
+        words: The command.
+        folder: Where it runs; the current folder by default.
+        environment: Variables beside those of `PASSED`; ssh shows them to every user of both hosts, so no secrets.
+    """
+    passed = {name: os.environ[name] for name in PASSED if name in os.environ} | dict(environment or {})
+    settings = [f"{name}={value}" for name, value in passed.items()]
+    return f"cd {shlex.quote(str(folder or Path.cwd()))} && exec {shlex.join(['env', *settings, *words])}"

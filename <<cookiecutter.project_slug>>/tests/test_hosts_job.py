@@ -1,0 +1,106 @@
+"""Jobs on two hosts: they find the network that joins them, and end or go on when a cable is pulled."""
+
+import re
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from jobs import PACKAGE, current_engine, read_lines, start_job, values, wait_for_process, wait_for_training
+from namespaces import NEEDS_ROOT, Hosts
+from test_supervise import TRANSPORTS
+
+pytestmark = [pytest.mark.slow, NEEDS_ROOT]
+
+LOST_S = 60  # the promise: a static job has ended so many seconds after a cable was pulled
+OPTIONS = ("epochs=4", "tracking.tensorboard=false", "tracking.log_every=2", "data.global_batch=64")
+DATA = ("data.source._target_=faulty.waits", "~data.source.validation_fraction")
+
+
+@pytest.fixture(scope="module")
+def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
+    with Hosts(tmp_path_factory.mktemp("hosts")) as two:
+        two.add_decoy_network()
+        yield two
+
+
+@pytest.fixture
+def hurry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The data of jobs comes slowly until this file is there."""
+    monkeypatch.setenv("HURRY", str(tmp_path / "hurry"))
+    return tmp_path / "hurry"
+
+
+def launch(hosts: Hosts, run: Path, *options: str) -> subprocess.Popen[str]:
+    """Start training from node1."""
+    settings = [f"engine={current_engine()}", f"hydra.run.dir={run}", *OPTIONS, *DATA]
+    return hosts.start("node1", "launch/local.sh", "--env", "HURRY", *options, *settings)
+
+
+def end_of(job: subprocess.Popen[str], seconds: float) -> str:
+    """What a job has printed when it ends, which it must do within so many seconds."""
+    try:
+        return job.communicate(timeout=seconds)[0]
+    finally:
+        job.kill()
+
+
+def wait_until(condition: Callable[[], bool], what: str) -> None:
+    for _ in range(900):
+        if condition():
+            return
+        time.sleep(0.1)
+    raise AssertionError(f"not within 90 s: {what}")
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_pulled_cable_ends_the_job_and_the_next_start_goes_on(
+    hosts: Hosts, tmp_path: Path, hurry: Path, transport: str
+) -> None:
+    run, options = tmp_path / "run", ("-H", "node1,node2", "--transport", transport)
+    with launch(hosts, run, *options, "checkpoint.every_steps=2") as job:
+        wait_for_training(run)
+        hosts.cut("node2")
+        output = end_of(job, LOST_S)
+    hosts.mend("node2")
+    assert job.returncode == 1, output
+    assert "error: host node2 is lost" in output
+    wait_until(
+        lambda: not re.search(f"{PACKAGE}|orted|prted", hosts.check("node2", "ps", "-eww", "-o", "args")),
+        "the end of node2's own part",
+    )
+    reached = read_lines(run)[-1]["step"]
+    hurry.touch()
+    with launch(hosts, run, *options, "--network", "10.77.0.0/24") as job:
+        output = end_of(job, 120)
+    assert job.returncode == 0, output
+    assert "resum" in (run / "logs" / "rank-1.log").read_text()
+    assert values(run, "step")[-1] == 4 * 23 > reached > 2
+    assert values(run, "val/accuracy")[-1] > 0.9
+
+
+def test_an_elastic_job_goes_on_with_the_rest_and_takes_the_host_back(
+    hosts: Hosts, tmp_path: Path, hurry: Path
+) -> None:
+    run, listed = tmp_path / "run", tmp_path / "listed"
+    listed.write_text("node1\nnode2\n")
+    options = ("--elastic", "--discover", f"cat {listed}", "--transport", "gloo")
+    with launch(hosts, run, *options, "checkpoint.every_steps=2", "resume=never") as job:
+        wait_for_training(run)
+        hosts.cut("node2")
+        wait_for_process(run, 0, start=2)
+        reached = read_lines(run)[-1]["step"]
+        wait_until(lambda: read_lines(run)[-1]["step"] > reached + 4, "steps of the rest alone")
+        hosts.mend("node2")
+        wait_for_process(run, 1, start=2)
+        hurry.touch()
+        output = end_of(job, 120)
+    assert job.returncode == 0, output
+    starts = re.findall(r"launch: starting on (.*)", output)
+    assert starts[0] == starts[-1] == "node1:1, node2:1"
+    assert "node1:1" in starts
+    with start_job(2, tmp_path / "whole", *OPTIONS, *DATA) as job:
+        output = end_of(job, 120)
+    for name in ("train/loss", "val/loss"):
+        assert values(run, name) == pytest.approx(values(tmp_path / "whole", name), rel=1e-3)

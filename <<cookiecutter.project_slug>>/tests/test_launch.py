@@ -1,0 +1,196 @@
+"""Command lines and what is refused; test_supervise.py and test_hosts_job.py start jobs."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from jobs import PACKAGE, ROOT, environment
+
+from << cookiecutter.package_name >>.elastic import Limits, Pool
+from << cookiecutter.package_name >>.errors import UserError
+from << cookiecutter.package_name >>.hosts import Host
+from << cookiecutter.package_name >>.launch import command_of, discovered_hosts, parse, place, ranks_wanted, run_folder
+from << cookiecutter.package_name >>.network import Interface, Network
+from << cookiecutter.package_name >>.supervise import _first_of_mpi, _split
+from << cookiecutter.package_name >>.transport import Start, mpirun_command, passed_names, plan_gloo
+
+EXPECTED = Path(__file__).parent / "expected"
+HOSTS = [Host("a.example", 2), Host("b.example", 1)]
+CARDS = {"a.example": Interface("eth0", "10.0.0.1", 24), "b.example": Interface("eth0", "10.0.0.2", 24)}
+NETWORK = Network("10.0.0.0/24", CARDS)
+
+
+@pytest.fixture
+def start(monkeypatch: pytest.MonkeyPatch) -> Start:
+    """Three ranks on two hosts, with a known environment."""
+    for name in list(os.environ):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "not for the eyes of others")
+    monkeypatch.setattr("os.geteuid", lambda: 1000)
+    return Start(["python", "-m", f"{PACKAGE}.train", "name=first"], HOSTS, NETWORK, port=2222)
+
+
+def expect(file: str, text: str) -> None:
+    """Compare with the reviewed file."""
+    wanted = (EXPECTED / file).read_text().replace("PACKAGE", PACKAGE)
+    assert text.strip() == wanted.strip()
+
+
+def one_a_line(command: list[str]) -> str:
+    """A command with each option on a line of its own."""
+    return re.sub(r" (?=-|python )", "\n", shlex.join(command))
+
+
+@pytest.mark.parametrize("version", [4, 5])
+def test_the_command_line_for_open_mpi(start: Start, version: int) -> None:
+    expect(f"mpirun-{version}.txt", one_a_line(mpirun_command(start, version)))
+
+
+@pytest.mark.parametrize("version", [4, 5])
+def test_cards_of_different_names(start: Start, version: int) -> None:
+    """Only MPI's own subnet and Open MPI 4's hold on all hosts then."""
+    cards = {**CARDS, "b.example": Interface("ens5", "10.0.0.2", 24)}
+    command = mpirun_command(replace(start, network=Network("10.0.0.0/24", cards)), version)
+    assert not {"prte_if_include", "eth0", "NCCL_SOCKET_IFNAME"} & {*command}
+    assert command.count("10.0.0.0/24") == {4: 2, 5: 1}[version]
+    parts = plan_gloo(replace(start, network=Network("10.0.0.0/24", cards)), "10.0.0.1", 4000)
+    assert parts[1].processes[0].environment["HOROVOD_GLOO_IFACE"] == "ens5"
+
+
+def test_the_environment_of_ranks_over_gloo(start: Start) -> None:
+    parts = plan_gloo(start, "10.0.0.1", 4000)
+    lines = [
+        f"{part.host} {process.name} {name}={value}"
+        for part in parts
+        for process in part.processes
+        for name, value in process.environment.items()
+    ]
+    expect("gloo.txt", "\n".join(lines))
+    assert all("AWS" not in name for part in parts for name in part.environment)
+
+
+def dry_run(script: str, *options: str) -> str:
+    command = [f"launch/{script}", *options, "--dry-run", "name=first"]
+    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, check=True)
+    return re.sub(r"\S+/python[\d.]*", "python", done.stdout).replace(" --allow-run-as-root", "")
+
+
+def test_a_dry_run_over_gloo() -> None:
+    expect("local-gloo.txt", dry_run("local.sh", "-n", "2", "--transport", "gloo"))
+
+
+def test_a_dry_run_names_what_would_start() -> None:
+    assert dry_run("local.sh", "-n", "3").strip().endswith(f"python -m {PACKAGE}.train name=first")
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["-n", "two"], "-n is 'two', but it must be a number of ranks"),
+        (["-H", "localhost:2", "-n", "3"], "3 processes do not fit the hosts, which have 2 slots"),
+        (["-H", "localhost:2,localhost"], "names localhost a second time"),
+        (["-H", "a:0"], "'a:0' has 0 slots, which must be a whole number of at least 1"),
+        (["-H", "a", "--hosts", "file"], "--hosts and -H both name hosts: give one of them"),
+        (["--hosts", "no-such-file"], "the hostfile no-such-file cannot be read"),
+        (["--module", "nothing"], "--module nothing is not in this project"),
+        (["--command"], "--command needs a command"),
+        (["--elastic", "-H", "a", "--min", "2", "--max", "1"], "--max of at least --min"),
+        (["--elastic"], "--elastic needs to know the hosts"),
+        (["--elastic", "--discover", "exit 3"], "--discover 'exit 3' ended with 3"),
+    ],
+)
+def test_what_is_refused(options: list[str], sentence: str) -> None:
+    command = ["launch/local.sh", "--transport", "gloo", *options]
+    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: ")
+    assert sentence in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_host_that_does_not_answer_is_named() -> None:
+    command = ["launch/local.sh", "--transport", "gloo", "-H", "localhost,no-such-host.invalid"]
+    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "error: no-such-host.invalid: " in done.stderr
+
+
+def test_places() -> None:
+    assert place([], 5) == [Host("localhost", 5)]
+    assert place(HOSTS, None) == HOSTS
+    assert place(HOSTS, 1) == [Host("a.example", 1)]
+    assert ranks_wanted(None) is None
+    with pytest.raises(UserError, match="-n is '0'"):
+        ranks_wanted("0")
+
+
+def test_commands() -> None:
+    assert command_of(parse(["--", "--cfg", "job"]))[1:] == ["-m", f"{PACKAGE}.train", "--cfg", "job"]
+    assert command_of(parse(["name=first", "-x"]))[-2:] == ["name=first", "-x"]
+    assert command_of(parse(["--module", "evaluate", "runs/first"]))[2:] == [f"{PACKAGE}.evaluate", "runs/first"]
+    assert command_of(parse(["--command", "--", "date"])) == ["date"]
+
+
+def test_only_harmless_variables_are_passed_on() -> None:
+    names = ["HOROVOD_TIMELINE", "NCCL_DEBUG", "PATH", "PYTHONPATH", "AWS_SECRET_ACCESS_KEY", "HF_TOKEN", "HOME"]
+    assert passed_names(names) == ["HOROVOD_TIMELINE", "NCCL_DEBUG", "PATH", "PYTHONPATH"]
+    assert "HF_TOKEN" in passed_names(names, ["HF_TOKEN"])
+
+
+def test_the_folder_of_a_run() -> None:
+    train = [sys.executable, "-m", f"{PACKAGE}.train"]
+    assert run_folder([*train, "hydra.run.dir=/elsewhere/run"]) == Path("/elsewhere/run")
+    assert run_folder([*train, "model=cnn"]) == Path("runs/digits-cnn")
+    with pytest.raises(UserError, match="unknown option 'epoch'"):
+        run_folder([*train, "epoch=3"])
+
+
+def test_discovered_hosts() -> None:
+    found = discovered_hosts(parse(["--elastic", "--slots", "4", "--discover", "echo a; echo b:2"]))
+    assert found == [Host("a", 4), Host("b", 2)]
+    assert discovered_hosts(parse(["--elastic", "--discover", "true"])) == []
+
+
+def test_a_pool_prefers_the_hosts_in_use_and_leaves_failed_ones_alone() -> None:
+    limits = Limits(minimum=2, maximum=3, wait_s=1, restarts=3)
+    listed = [Host("a", 1), Host("b", 2), Host("c", 2)]
+    pool = Pool(lambda: listed, lambda host: host.name != "a", limits)
+    while len(pool.choice()) < 2:
+        pass
+    assert pool.choice() == [Host("b", 2), Host("c", 1)]
+    pool.used = [Host("c", 2), Host("b", 1)]
+    assert not pool.has_changed()
+    pool.put_aside("b")
+    assert pool.choice() == [Host("c", 2)]
+    pool.put_aside("c")
+    assert pool.choice() == []
+    listed.remove(Host("c", 2))
+    while not pool.has_changed():
+        pass
+
+
+def test_reports_are_taken_out_of_what_the_ranks_print() -> None:
+    assert _split(b'one\x1e["rank 0", 7]\ntwo') == (b"onetwo", {"rank 0": 7}, b"")
+    assert _split(b'one\x1e["rank') == (b"one", {}, b'\x1e["rank')
+    assert _split(b"\x1e of a rank\n") == (b"\x1e of a rank\n", {}, b"")
+
+
+@pytest.mark.parametrize(
+    ("said", "first"),
+    [
+        (b"  Process name: [[12767,1],1]\n  Exit code:    7\n", (1, 7)),
+        (b"mpirun noticed that process rank 3 with PID 0 on node vm exited on signal 9 (Killed).", (3, 137)),
+        (b"  Process name: [prterun-vm-2@1,1]\n  Exit code:    7\n", (1, 7)),
+        (b"prterun noticed that process rank 1 with PID 5 on node vm exited on\nsignal 9 (Killed).", (1, 137)),
+        (b"nothing of the kind", None),
+    ],
+)
+def test_what_mpirun_says_of_the_first_failure(said: bytes, first: tuple[int, int] | None) -> None:
+    assert _first_of_mpi(said) == first

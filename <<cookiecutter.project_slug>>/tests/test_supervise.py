@@ -1,0 +1,141 @@
+"""What horovodrun and mpirun get wrong when a job ends before its time; two ranks without Horovod, so all is quick."""
+
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from jobs import RANKS, ROOT, environment, is_alive, launched, start_job, wait_for_training
+
+from << cookiecutter.package_name >>.preemption import EXIT_CODE
+from << cookiecutter.package_name >>.supervise import PREEMPTED
+from << cookiecutter.package_name >>.transport import horovod_has_mpi, mpi_version
+
+TRANSPORTS = ["gloo", "mpi"] if horovod_has_mpi() and mpi_version() else ["gloo"]
+DOWN_S = 15
+
+pytestmark = pytest.mark.slow
+each_transport = pytest.mark.parametrize("transport", TRANSPORTS)
+
+
+def start(what: str, folder: Path, transport: str, *options: str) -> subprocess.Popen[str]:
+    command = [sys.executable, str(RANKS / "misbehaves.py"), what, str(folder)]
+    launcher = launched(2, *command, options=("--transport", transport, *options))
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    return subprocess.Popen(launcher, cwd=ROOT, env=environment(), text=True, **pipes)  # type: ignore[call-overload,no-any-return]
+
+
+def wait_for(folder: Path, pattern: str, count: int) -> list[Path]:
+    for _ in range(300):
+        if len(list(folder.glob(pattern))) == count:
+            return sorted(folder.glob(pattern))
+        time.sleep(0.1)
+    raise AssertionError(f"no {count} {pattern} in {folder} after 30 s")
+
+
+def check_down(folder: Path) -> None:
+    """Nothing is left of a job that has ended."""
+    for file in folder.glob("process-*"):
+        assert not is_alive(int(file.read_text()))
+
+
+@each_transport
+@pytest.mark.parametrize("what", ["exits", "child", "killed"])
+def test_the_rank_that_failed_first_is_named_and_its_code_is_the_jobs(
+    tmp_path: Path, transport: str, what: str
+) -> None:
+    with start(what, tmp_path, transport) as job:
+        output, _ = job.communicate(timeout=2 * DOWN_S)
+    code = 128 + signal.SIGKILL if what == "killed" else 7
+    assert job.returncode == code, output
+    assert f"error: rank 1 on host localhost ended with code {code}\n" in output
+    check_down(tmp_path)
+    if what == "child":
+        assert not is_alive(int((tmp_path / "child").read_text()))
+
+
+@each_transport
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+def test_signals_reach_the_ranks_as_save_and_stop(tmp_path: Path, transport: str, number: int) -> None:
+    with start("saves", tmp_path, transport) as job:
+        wait_for(tmp_path, "ready-*", 2)
+        job.send_signal(number)
+        output, _ = job.communicate(timeout=DOWN_S)
+    assert job.returncode == EXIT_CODE == PREEMPTED, output
+    check_down(tmp_path)
+
+
+@each_transport
+def test_ranks_that_do_not_save_in_time_are_ended(tmp_path: Path, transport: str) -> None:
+    with start("deaf", tmp_path, transport, "--grace", "1") as job:
+        wait_for(tmp_path, "ready-*", 2)
+        job.terminate()
+        output, _ = job.communicate(timeout=2 * DOWN_S)
+    assert job.returncode not in (0, EXIT_CODE)
+    assert "within 1 s after they were told to save and stop: give them more with --grace" in output
+    check_down(tmp_path)
+
+
+@each_transport
+def test_a_second_signal_ends_all_at_once(tmp_path: Path, transport: str) -> None:
+    with start("deaf", tmp_path, transport) as job:
+        wait_for(tmp_path, "ready-*", 2)
+        for _ in range(2):
+            job.send_signal(signal.SIGINT)
+            time.sleep(0.5)
+        output, _ = job.communicate(timeout=DOWN_S)
+    assert job.returncode == 128 + signal.SIGINT, output
+    check_down(tmp_path)
+
+
+@each_transport
+def test_a_launcher_that_is_killed_leaves_nothing_behind(tmp_path: Path, transport: str) -> None:
+    with start("deaf", tmp_path, transport) as job:
+        ranks = [int(file.read_text()) for file in wait_for(tmp_path, "process-*", 2)]
+        wait_for(tmp_path, "ready-*", 2)
+        job.kill()
+        down_at = time.monotonic() + DOWN_S
+        while any(map(is_alive, ranks)):
+            assert time.monotonic() < down_at
+            time.sleep(0.1)
+
+
+@each_transport
+def test_no_value_of_the_environment_is_on_a_command_line(
+    tmp_path: Path, transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOROVOD_OF_THIS_TEST", "for-nobody-else")
+    with start("saves", tmp_path, transport) as job:
+        ranks = [int(file.read_text()) for file in wait_for(tmp_path, "process-*", 2)]
+        wait_for(tmp_path, "ready-*", 2)
+        listed = subprocess.run(["ps", "-eww", "-o", "args"], capture_output=True, text=True, check=True).stdout
+        seen = [Path(f"/proc/{rank}/environ").read_bytes() for rank in ranks]
+        job.send_signal(signal.SIGUSR1)
+        job.communicate(timeout=DOWN_S)
+    assert str(RANKS / "misbehaves.py") in listed
+    assert "for-nobody-else" not in listed
+    assert all(b"HOROVOD_OF_THIS_TEST=for-nobody-else" in environ for environ in seen)
+
+
+def test_a_command_that_is_not_there() -> None:
+    result = subprocess.run(
+        launched(2, "no-such-program"), cwd=ROOT, env=environment(), capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 127
+    assert "error: No such file or directory: no-such-program" in result.stderr
+
+
+def test_training_over_gloo_saves_on_a_signal(tmp_path: Path) -> None:
+    """With horovodrun SIGUSR1 ends the job before the ranks have heard of it."""
+    run = tmp_path / "run"
+    with start_job(2, run, "epochs=100000", options=("--transport", "gloo")) as job:
+        wait_for_training(run)
+        job.send_signal(signal.SIGUSR1)
+        output, _ = job.communicate(timeout=60)
+    stopped = re.search(r"stopped by a signal after step (\d+)", output)
+    assert stopped, output
+    assert job.returncode == EXIT_CODE
+    assert (run / "checkpoints" / f"step-{int(stopped[1]):08d}").is_dir()
