@@ -108,7 +108,7 @@ def test_an_elastic_job_goes_on_with_the_rest_and_takes_the_host_back(
     run, listed = tmp_path / "run", tmp_path / "listed"
     listed.write_text("node1\nnode2\n")
     options = ("--elastic", "--discover", f"cat {listed}", "--transport", "gloo")
-    with launch(hosts, run, *options, "checkpoint.every_steps=2", "resume=never") as job:
+    with launch(hosts, run, *options, "checkpoint.every_steps=4", "resume=never") as job:
         wait_for_training(run)
         hosts.cut("node2")
         wait_for_process(run, 0, start=2)
