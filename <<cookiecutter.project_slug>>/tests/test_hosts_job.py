@@ -55,6 +55,28 @@ def wait_until(condition: Callable[[], bool], what: str) -> None:
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_rank_that_fails_elsewhere_is_named_and_no_secret_is_seen(
+    hosts: Hosts, transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STORE_KEY", "for-the-ranks-alone")
+    script = "echo $STORE_KEY on $(hostname); sleep 4; test $(hostname) = node1 || exit 7; sleep 300"
+    options = ["-H", "node1,node2", "--transport", transport, "--env", "STORE_KEY"]
+    listed = ""
+    with hosts.start("node1", "launch/local.sh", *options, "--command", "--", "bash", "-c", script) as job:
+        while job.poll() is None:
+            listed += "".join(hosts.check(name, "ps", "-eww", "-o", "args") for name in hosts.names)
+            time.sleep(0.5)
+        output = end_of(job, 1)
+    assert job.returncode == 7, output
+    assert "error: rank 1 on host node2 ended with code 7" in output
+    assert all(f"for-the-ranks-alone on {name}" in output for name in hosts.names)
+    assert "sleep 300" in listed
+    assert "for-the-ranks-alone" not in listed
+    for name in hosts.names:
+        assert not re.search("sleep 300|orted|prted", hosts.check(name, "ps", "-eww", "-o", "args"))
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_pulled_cable_ends_the_job_and_the_next_start_goes_on(
     hosts: Hosts, tmp_path: Path, hurry: Path, transport: str
 ) -> None:
@@ -86,7 +108,7 @@ def test_an_elastic_job_goes_on_with_the_rest_and_takes_the_host_back(
     run, listed = tmp_path / "run", tmp_path / "listed"
     listed.write_text("node1\nnode2\n")
     options = ("--elastic", "--discover", f"cat {listed}", "--transport", "gloo")
-    with launch(hosts, run, *options, "checkpoint.every_steps=2", "resume=never") as job:
+    with launch(hosts, run, *options, "checkpoint.every_steps=4", "resume=never") as job:
         wait_for_training(run)
         hosts.cut("node2")
         wait_for_process(run, 0, start=2)

@@ -206,7 +206,8 @@ class Launcher:
     def _network(self, hosts: list[Host]) -> Network:
         """The network that joins the hosts; looks at them all, and at what would stop a job there."""
         folder = named_folder(self.command) or Path("runs")
-        diagnosis = check(hosts, folder, self.options.port, self.options.network, quick=True)
+        mpi = self.transport == "mpi"
+        diagnosis = check(hosts, folder, self.options.port, self.options.network, quick=True, mpi=mpi)
         faults = diagnosis.faults() if diagnosis.network is None or not self.options.no_check else []
         if faults or diagnosis.network is None:
             found = [f"{', '.join(fault.hosts)}: {fault.found}: {fault.way_out}" for fault in faults]
