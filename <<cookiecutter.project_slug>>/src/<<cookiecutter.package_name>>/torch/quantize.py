@@ -21,6 +21,7 @@ from ..runtime import Floats
 from .export import PRECISIONS, channels_first, write
 from .fake_quantize import (
     ROUNDED,
+    WEIGHT_STEPS,
     FakeQuantize,
     Layer,
     calibrating,
@@ -192,9 +193,9 @@ class Int8Layer(nn.Module):
 
     def __init__(self, layer: Layer, input_scale: Tensor | None = None) -> None:
         super().__init__()
-        (scale, steps), bias = weight_scale(layer), layer.bias
+        scale, bias = weight_scale(layer.weight), layer.bias
         per_channel = scale.reshape(-1, *[1] * (layer.weight.dim() - 1))
-        rounded = (layer.weight.detach() / per_channel).round().clamp(-steps, steps)
+        rounded = (layer.weight.detach() / per_channel).round().clamp(-WEIGHT_STEPS, WEIGHT_STEPS)
         self.register_buffer("weight", rounded.to(torch.int8))
         self.register_buffer("scale", scale)
         self.register_buffer("zero", torch.zeros_like(scale, dtype=torch.int8))
