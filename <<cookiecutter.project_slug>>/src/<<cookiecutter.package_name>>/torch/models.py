@@ -18,7 +18,7 @@ from ..weights import FILE
 
 
 def load_model(folder: str | Path, trusted: Sequence[str] = ()) -> nn.Module:
-    """The model in a folder that `checkpoints export` made, on the CPU, ready to answer.
+    """The model in a folder that `export` made, on the CPU, ready to answer.
 
     It takes (n, channels, height, width), or (n, features), already normalized as model.json says.
 
