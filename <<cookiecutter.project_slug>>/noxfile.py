@@ -76,7 +76,8 @@ def install(session: nox.Session) -> None:
     wheel = read(session, str(RECIPE)).strip()
     # pip would keep a Horovod of the same version that was built for another framework.
     run(session, "pip", "install", "--quiet", "--force-reinstall", "--no-deps", wheel)
-    run(session, "pip", "install", "--quiet", "--editable", f".[{','.join([*FRAMEWORKS, 'horovod', 'dev'])}]")
+    extras = ",".join([*FRAMEWORKS, "horovod", "compress", "dev"])
+    run(session, "pip", "install", "--quiet", "--editable", f".[{extras}]")
     STAMP.write_text(fingerprint())
 
 
@@ -108,7 +109,7 @@ def tests(session: nox.Session) -> None:
 def lock(session: nox.Session) -> None:
     """Writes locks/ anew: every version that goes into an image, see docs/container.md."""
     session.install("uv")
-    for name in [extra for extra in EXTRAS if extra not in ("dev", "horovod")]:
+    for name in [extra for extra in EXTRAS if extra not in ("compress", "dev", "horovod")]:
         framework, _, kind = name.partition("-")
         kinds = [kind] if kind else ["cpu"] if f"{name}-gpu" in EXTRAS else ["cpu", "gpu"]
         for wanted in kinds:

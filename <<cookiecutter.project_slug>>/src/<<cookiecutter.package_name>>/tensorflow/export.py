@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from ..errors import UserError
+from ..runtime import Predictor
 from .models import load_model
 
 TOLERANCE = 1e-4  # of the largest logit
@@ -33,6 +34,13 @@ def export(folder: Path, target: Path, kind: str) -> None:
     wanted, got = np.asarray(model(inputs)), np.asarray(_LOADERS[kind](target)(inputs))
     if np.abs(wanted - got).max() > TOLERANCE * np.abs(wanted).max():
         raise UserError(f"{target} does not answer as the model does: choose another format")
+
+
+def predictor(folder: Path, trusted: Sequence[str] = ()) -> Predictor:
+    """The model in a folder, to be called as every artefact is."""
+    model = load_model(folder, trusted)
+    call = tf.function(lambda inputs: model(inputs, training=False), reduce_retracing=True)
+    return lambda inputs: np.asarray(call(tf.constant(inputs)), np.float32)
 
 
 def _load_saved_model(target: Path) -> Callable[[Any], Any]:
