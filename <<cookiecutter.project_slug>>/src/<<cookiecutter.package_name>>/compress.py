@@ -86,9 +86,7 @@ def compress_once(config: DictConfig, folder: Path) -> Path:
     open_log(folder, launched_rank())
     training = training_config(config)
     communicator = open_communicator(training.engine, training.horovod)
-    engine = open_engine(training, communicator)  # as the source: what it claims comes before any collective
-    plan = communicator.on_writer(lambda: make_plan(config, training, engine, folder), "plan")
-    del engine
+    plan = _agree_on_plan(config, training, communicator, folder)
     with open_dict(training):
         training.model, training.compress = plan.model, plan.recipe
     store = open_store(training, folder)
@@ -100,6 +98,11 @@ def compress_once(config: DictConfig, folder: Path) -> Path:
     if report.missed:
         raise UserError(f"{report.missed}: the result lies in {folder / 'rejected'}", agreed=True)
     return folder / "report.json"
+
+
+def _agree_on_plan(config: DictConfig, training: DictConfig, communicator: Communicator, folder: Path) -> Plan:
+    engine = open_engine(training, communicator)  # as the source: what it claims comes before any collective
+    return communicator.on_writer(lambda: make_plan(config, training, engine, folder), "plan")
 
 
 def training_config(config: DictConfig) -> DictConfig:
@@ -122,9 +125,7 @@ def make_plan(config: DictConfig, training: DictConfig, engine: Engine, folder: 
     if (folder / PLAN).exists():
         plan = Plan(**json.loads((folder / PLAN).read_text("utf-8")))
         if plan.recipe != recipe:
-            raise UserError(
-                f"{folder} was begun with other options of compress: set them back, or use another name=..."
-            )
+            raise UserError(f"{folder} was begun with other options: set them back, or use another name=...")
         return plan
     parent = Store(Path(config["from"]) / "checkpoints").find_good(config.checkpoint).folder
     load_all(engine, parent)

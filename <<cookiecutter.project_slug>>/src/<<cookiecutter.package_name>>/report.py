@@ -163,14 +163,15 @@ def _samples(validation: Dataset, normalize: Any) -> tuple[Floats, npt.NDArray[A
     floats = inputs.astype(np.float32) / 255 if inputs.dtype == np.uint8 else inputs.astype(np.float32)
     if normalize:
         floats = (floats - np.float32(normalize.mean)) / np.float32(normalize.std)
-    return floats, labels
+    return floats.astype(np.float32), labels
 
 
 def _answers(predictor: Predictor, inputs: Floats, name: str) -> npt.NDArray[np.int64]:
     logits = np.concatenate([predictor(inputs[start : start + BLOCK]) for start in range(0, len(inputs), BLOCK)])
     if not np.isfinite(logits).all():
         raise UserError(f"the model {name} compression answers with NaN: compress less, or fine-tune with a lower rate")
-    return logits.argmax(axis=1)
+    best: npt.NDArray[np.int64] = logits.argmax(axis=1)
+    return best
 
 
 def _latencies(predictors: Sequence[Predictor], batch: Floats, calls: int) -> npt.NDArray[np.float64]:

@@ -35,7 +35,7 @@ def shrink_model(engine: TorchEngine, options: Any, data: Any, folder: Path) -> 
         data: data: shape and classes.
         folder: Where model.safetensors goes.
     """
-    model = copy.deepcopy(engine.model).to("cpu", memory_format=torch.contiguous_format)
+    model = copy.deepcopy(engine.model).cpu()
     chosen, changes, remarks = SHRINKERS[options.method](model, options, _inputs(data.shape), data.classes)
     save_file({name: tensor.contiguous() for name, tensor in chosen.state_dict().items()}, folder / FILE)
     return changes, remarks

@@ -160,7 +160,7 @@ def _rank(layer: nn.Module, options: Any) -> int | None:
 
 
 def _matrix(layer: nn.Module) -> Tensor:
-    return layer.weight.detach().flatten(1).float()  # type: ignore[operator,union-attr]
+    return layer.weight.detach().flatten(1).float()  # type: ignore[operator]
 
 
 def _thin(layer: nn.Module, rank: int) -> nn.Sequential:
@@ -189,11 +189,9 @@ def _factored(layer: nn.Module, rank: int) -> nn.Sequential:
     left, values, right = torch.linalg.svd(_matrix(layer), full_matrices=False)
     root = values[:rank].sqrt()
     pair = _thin(layer, rank)
-    first, second = pair[0], pair[1]
-    first.weight.copy_((root[:, None] * right[:rank]).reshape(first.weight.shape))  # type: ignore[operator,arg-type]
-    second.weight.copy_((left[:, :rank] * root).reshape(second.weight.shape))  # type: ignore[operator,arg-type]
-    if layer.bias is not None:
-        second.bias.copy_(layer.bias)  # type: ignore[operator,union-attr]
+    weights = {"0.weight": root[:, None] * right[:rank], "1.weight": left[:, :rank] * root, "1.bias": layer.bias}
+    for name, parameter in pair.named_parameters():
+        parameter.copy_(weights[name].reshape(parameter.shape))
     return pair
 
 
