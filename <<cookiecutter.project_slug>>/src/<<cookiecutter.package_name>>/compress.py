@@ -13,8 +13,10 @@ runs/<name>/ then holds:
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import shutil
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
@@ -37,7 +39,7 @@ from .evaluate import load_all, read_config
 from .manifest import MANIFEST, sha256, write_durably
 from .model_file import export_model
 from .options import COMPRESS_RULES, check_options
-from .pruning import Pruning
+from .pruning import Layers, Pruning
 from .report import Report, measure_apart
 from .tracking import open_log
 from .train import Run, carry_on, open_run
@@ -127,7 +129,7 @@ def make_plan(config: DictConfig, training: DictConfig, engine: Engine, folder: 
         if plan.recipe != recipe:
             raise UserError(f"{folder} was begun with other options: set them back, or use another name=...")
         return plan
-    parent = Store(Path(config["from"]) / "checkpoints").find_good(config.checkpoint).folder
+    parent = Store(Path(config["from"]) / "checkpoints").find_good(config.from_checkpoint).folder
     load_all(engine, parent)
     shutil.rmtree(folder / "source", ignore_errors=True)
     export_model(parent, folder / "source")
@@ -145,12 +147,20 @@ def _decide(config: DictConfig, training: DictConfig, engine: Engine, folder: Pa
         whole = OmegaConf.merge(training, {"model": None})
         whole.model = _plain(options.student)
         return _plain(whole.model, resolve=True), []
-    if options.method not in SHRINKING:
-        return model, []
     wing = _wing(training.engine, options.method)
+    if options.method == "prune":
+        return model, _left_dense(wing.layers(engine, list(options.layers), list(options.skip)), options)
     (folder / "start").mkdir(exist_ok=True)
     changes, remarks = wing.shrink_model(engine, options, training.data, folder / "start")
     return {"_target_": wing.SHRUNK, "base": model, "changes": changes}, remarks
+
+
+def _left_dense(layers: Layers, options: Any) -> list[str]:
+    if options.pattern != "2:4":
+        return []
+    shapes = {name: array.shape for name, array in layers.weights().items()}
+    odd = [name for name, shape in shapes.items() if shape[layers.input_axis] % 4]
+    return [f"left dense, since 2:4 needs a multiple of 4 inputs: {', '.join(odd)}"] if odd else []
 
 
 def _wing(engine: str, method: str) -> Any:
@@ -258,7 +268,7 @@ def _series(config: DictConfig) -> list[tuple[str, list[str]]]:
     """The names and options of the compressions that the config asks for; none if it is a single one."""
     options = config.compress
     if options.get("steps"):
-        return [(f"{number}", shlex.split(step)) for number, step in enumerate(options.steps, 1)]
+        return [(_step_name(number, step), shlex.split(step)) for number, step in enumerate(options.steps, 1)]
     if not options.get("sweep"):
         return []
     knob = next((name for name in ("sparsity", "energy") if name in options), None)
@@ -268,12 +278,19 @@ def _series(config: DictConfig) -> list[tuple[str, list[str]]]:
     return [(f"{knob}-{value}", [*own, "compress.sweep=null", f"compress.{knob}={value}"]) for value in options.sweep]
 
 
+def _step_name(number: int, step: str) -> str:
+    choice = re.search(r"\bcompress=(\w+)", step)
+    if choice is None or choice[1].startswith("chain"):
+        raise UserError(f"step {number} of compress.steps is {step!r}: it must say what to do, as in compress=prune")
+    return f"{number}-{choice[1]}"
+
+
 def compress_series(steps: list[tuple[str, list[str]]], config: DictConfig, folder: Path) -> Path:
     """Carry them out in folders of their own, each on the last one's result in a chain, then compare all."""
     chain = bool(config.compress.get("steps"))
-    source, which = str(config["from"]), str(config.checkpoint)
+    source, which = str(config["from"]), str(config.from_checkpoint)
     for name, overrides in steps:
-        own = [f"from={source}", f"checkpoint={which}", f"name={config.name}/{name}", f"resume={config.resume}"]
+        own = [f"from={source}", f"from_checkpoint={which}", f"name={config.name}/{name}", f"resume={config.resume}"]
         single = compose("compress", [*overrides, *own])
         check_options(single, COMPRESS_RULES)
         compress_once(single, folder / name)
@@ -301,4 +318,6 @@ def main(config: DictConfig) -> None:
 
 
 if __name__ == "__main__":
+    # conf/checkpoint/ is a group of train.yaml: Hydra would look for a choice in it.
+    sys.argv = [re.sub("^checkpoint=", "from_checkpoint=", argument) for argument in sys.argv]
     end_well(main, launched_rank)

@@ -80,7 +80,7 @@ def measure_apart(folder: Path, series: Sequence[str] = ()) -> Report:
     Raises:
         UserError: what that process says.
     """
-    command = [sys.executable, "-m", f"{__package__}.report", str(folder), "--json", *series]
+    command = [sys.executable, "-m", f"{__package__}.report", "--json", str(folder), *series]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if result.returncode:
@@ -227,7 +227,7 @@ def _missed(rows: Mapping[str, Row], wanted: Any) -> str:
     return ""
 
 
-COLUMNS: tuple[tuple[str, str, str], ...] = (
+LINES: tuple[tuple[str, str, str], ...] = (
     ("accuracy", "accuracy", "{:.2%}"),
     ("same answer", "agreement", "{:.2%}"),
     ("bytes", "bytes", "{:,}"),
@@ -244,10 +244,11 @@ def show(report: Report) -> None:
     """Print the table."""
     setting = report.setting
     title = f"batch {setting['batch']}, {setting['threads']} threads, {setting['processor']}"
-    table = Table("model", *(name for name, _, _ in COLUMNS), title=title)
-    for name, row in report.models.items():
-        table.add_row(name, *("" if row[key] is None else form.format(row[key]) for _, key, form in COLUMNS))
-    Console(width=None if sys.stdout.isatty() else 160).print(table)
+    table = Table("", *report.models, title=title)
+    for name, key, form in LINES:
+        cells = [row[key] for row in report.models.values()]
+        table.add_row(name, *("" if cell is None else form.format(cell) for cell in cells))
+    Console().print(table)
     for remark in report.remarks:
         print(remark)
 
@@ -285,16 +286,17 @@ def main() -> None:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="the folder that a compression has made")
-    parser.add_argument("series", nargs="*", help="of a chain or sweep: the folders in it to compare")
+    parser.add_argument("series", nargs="*", help="the folders in it to compare; default: all of a chain or sweep")
     parser.add_argument("--json", action="store_true", help="print JSON and write nothing")
     options = parser.parse_args()
-    if not (options.folder / FIGURES).exists() and not options.json:
-        raise UserError(f"{options.folder} has no {FIGURES}: name the folder of a finished compression")
-    report = measure(options.folder, options.series)
     if options.json:
-        print(json.dumps(vars(report)))
-    else:
-        report.write(options.folder)
+        print(json.dumps(vars(measure(options.folder, options.series))))
+        return
+    old = Report.read(options.folder)
+    if old is None:
+        raise UserError(f"{options.folder} has no {FIGURES}: name the folder of a finished compression")
+    single = (options.folder / "plan.json").exists()
+    measure(options.folder, options.series or [*old.models][1:] if not single else ()).write(options.folder)
 
 
 if __name__ == "__main__":
