@@ -147,7 +147,7 @@ def _decide(config: DictConfig, training: DictConfig, engine: Engine, folder: Pa
         whole = OmegaConf.merge(training, {"model": None})
         whole.model = _plain(options.student)
         return _plain(whole.model, resolve=True), []
-    wing = _wing(training.engine, options.method)
+    wing = wing_of(training.engine, options.method)
     if options.method == "prune":
         return model, _left_dense(wing.layers(engine, list(options.layers), list(options.skip)), options)
     (folder / "start").mkdir(exist_ok=True)
@@ -163,7 +163,12 @@ def _left_dense(layers: Layers, options: Any) -> list[str]:
     return [f"left dense, since 2:4 needs a multiple of 4 inputs: {', '.join(odd)}"] if odd else []
 
 
-def _wing(engine: str, method: str) -> Any:
+def wing_of(engine: str, method: str) -> Any:
+    """The wing that has a method.
+
+    Raises:
+        UserError: if it does not.
+    """
     name = f".{engine}.compress"
     wing = import_module(name, __package__) if find_spec(name, __package__) else None
     if wing is None or (method in SHRINKING and method not in wing.SHRINKERS):
@@ -195,11 +200,11 @@ def open_hooks(run: Run, plan: Plan) -> Hooks:
     """What the plan's method adds to the training."""
     options = OmegaConf.create(plan.recipe)
     if options.method == "prune":
-        layers = _wing(run.config.engine, "prune").layers(run.engine, list(options.layers), list(options.skip))
+        layers = wing_of(run.config.engine, "prune").layers(run.engine, list(options.layers), list(options.skip))
         return Pruning(layers, run.communicator, options, len(run.splits.train), run.config.epochs)
     if options.method == "distill":
         teacher = json.loads((run.folder / "source" / "model.json").read_text("utf-8"))["model"]
-        make: Callable[..., Hooks] = _wing(run.config.engine, "distill").distillation
+        make: Callable[..., Hooks] = wing_of(run.config.engine, "distill").distillation
         return make(run.engine, teacher, run.folder / "source", options, run.config.data)
     return Hooks()
 
