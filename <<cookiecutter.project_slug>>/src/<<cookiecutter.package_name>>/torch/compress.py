@@ -1,0 +1,75 @@
+"""What this wing does to compress a model: see compress.py."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from hydra.utils import instantiate
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from ..errors import UserError
+from ..pruning import Layers
+from ..weights import FILE
+from . import prune, shrink
+from .distill import Distillation
+from .engine import TorchEngine
+
+SHRINKERS: dict[str, Callable[..., shrink.Choice]] = {
+    "channels": shrink.fewer_channels,
+    "low_rank": shrink.low_rank,
+}
+SHRUNK = f"{shrink.__name__}.{shrink.shrunk.__name__}"
+
+
+def shrink_model(engine: TorchEngine, options: Any, data: Any, folder: Path) -> tuple[list[shrink.Change], list[str]]:
+    """Choose smaller layers and write the weights to begin with; returns what changed, and remarks.
+
+    Args:
+        engine: Its model has the weights of the source and stays as it is.
+        options: compress: method and what the method takes.
+        data: data: shape and classes.
+        folder: Where model.safetensors goes.
+    """
+    model = copy.deepcopy(engine.model).cpu()
+    chosen, changes, remarks = SHRINKERS[options.method](model, options, _inputs(data.shape), data.classes)
+    save_file({name: tensor.contiguous() for name, tensor in chosen.state_dict().items()}, folder / FILE)
+    return changes, remarks
+
+
+def _inputs(shape: Sequence[int]) -> Tensor:
+    """Two samples of zeros as the models take them."""
+    inputs = torch.zeros((2, *shape))
+    return inputs.permute(0, 3, 1, 2) if inputs.dim() == 4 else inputs
+
+
+def layers(engine: TorchEngine, wanted: list[str], skip: list[str]) -> Layers:
+    """The layers to prune."""
+    return prune.Layers(engine.model, wanted, skip)
+
+
+def distillation(engine: TorchEngine, teacher: Any, weights: Path, options: Any, data: Any) -> Distillation:
+    """The loss of a student.
+
+    Args:
+        engine: Its model is the student.
+        teacher: The config of the teacher's model.
+        weights: The folder with the teacher's model.safetensors.
+        options: See Distillation.
+        data: data: shape.
+
+    Raises:
+        UserError: if the two answer with different numbers of classes.
+    """
+    model: nn.Module = instantiate(teacher)
+    model.load_state_dict(load_file(weights / FILE))
+    inputs = _inputs(data.shape)
+    student = copy.deepcopy(engine.model).to("cpu").eval()
+    given, wanted = student(inputs).shape[1], model.eval()(inputs).shape[1]
+    if given != wanted:
+        raise UserError(f"the student answers with {given} classes and its teacher with {wanted}: make them equal")
+    return Distillation(model.to(engine.device), engine.model, options)
