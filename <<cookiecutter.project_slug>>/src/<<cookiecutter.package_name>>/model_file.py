@@ -95,6 +95,11 @@ def _build(folder: Path, description: dict[str, Any], trusted: Sequence[str]) ->
         raise UserError(f"{folder / DESCRIPTION} does not fit its architecture ({error}): export it again") from error
 
 
+def data_shape(folder: Path) -> tuple[int, ...]:
+    """What a model folder's model takes: the shape of one sample as the data set gives it, channels last."""
+    return tuple(_read(folder)["data"]["shape"])
+
+
 def _find(folder: Path, name: str, trusted: Sequence[str]) -> Callable[..., Any]:
     """A function or class that is defined, not only imported, in a trusted package."""
     from hydra.utils import get_object

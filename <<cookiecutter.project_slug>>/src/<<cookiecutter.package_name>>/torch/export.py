@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
+from ..errors import UserError
 from ..runtime import Floats, Predictor
 from .models import load_model
 
@@ -21,11 +23,47 @@ class Deployed(nn.Module):
         self.dtype = dtype
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Images get their channels first."""
-        if inputs.ndim == 4:
-            inputs = inputs.permute(0, 3, 1, 2)
-        logits: Tensor = self.model(inputs.to(self.dtype))
+        """The logits."""
+        logits: Tensor = self.model(channels_first(inputs).to(self.dtype))
         return logits.float()
+
+
+def channels_first(inputs: Tensor) -> Tensor:
+    """What the models take: images with their channels before height and width, anything else as it is."""
+    return inputs.permute(0, 3, 1, 2) if inputs.dim() == 4 else inputs
+
+
+def write(model: nn.Module, target: Path, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> None:
+    """Write a model as .onnx or .pt2, for batches of any length; nothing is optimized, the runtimes do that.
+
+    Args:
+        model: Takes (n, channels, height, width), or (n, features).
+        target: The file; its suffix is the format.
+        shape: One sample as the data set gives it, channels last.
+        dtype: What the model computes in.
+
+    Raises:
+        UserError: if the model has operators that the format lacks.
+    """
+    example = torch.zeros(2, *shape)
+    try:
+        program = torch.export.export(Deployed(model, dtype), (example,), dynamic_shapes=({0: torch.export.Dim("n")},))
+        if target.suffix == ".pt2":
+            torch.export.save(program, target)
+        else:
+            _write_onnx(program, target)
+    except Exception as error:
+        reason = " ".join(str(error).split())[:300]
+        raise UserError(f"the model cannot be written as {target.suffix} ({reason}): choose another format") from error
+
+
+def _write_onnx(program: torch.export.ExportedProgram, target: Path) -> None:
+    logging.getLogger("torch.onnx").setLevel(logging.ERROR)  # it warns that torchvision is not there
+    made = torch.onnx.export(
+        program, dynamo=True, optimize=False, verbose=False, input_names=["inputs"], output_names=["logits"]
+    )
+    assert made is not None
+    made.save(target, external_data=False)
 
 
 def predictor(folder: Path, trusted: Sequence[str] = ()) -> Predictor:
