@@ -17,7 +17,7 @@ import re
 import shlex
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
@@ -25,13 +25,15 @@ from pathlib import Path
 from typing import Any
 
 import hydra
+import numpy as np
 from hydra import compose
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from .build import open_store
+from .build import open_data, open_store
 from .changes import flat
 from .checkpoint import META, Checkpoint, Store
+from .data import normalized
 from .distributed import Communicator, launched_rank, open_communicator
 from .engine import Engine, Hooks, open_engine
 from .errors import UserError, end_well
@@ -40,15 +42,15 @@ from .manifest import MANIFEST, sha256, write_durably
 from .model_file import export_model
 from .options import COMPRESS_RULES, check_options
 from .pruning import Layers, Pruning
-from .report import Report, measure_apart
+from .report import BLOCK, Report, measure_apart, trusted_packages
+from .runtime import Floats
 from .tracking import open_log
 from .train import Run, carry_on, open_run
 from .weights import FILE
 
 PLAN = "plan.json"
 TAG = "artefact"
-SHRINKING = ("channels", "low_rank")  # methods that change the architecture
-SERIES = ("steps", "sweep")
+REBUILT = ("channels", "low_rank", "qat")  # methods that change the architecture
 
 
 @dataclass(frozen=True)
@@ -94,7 +96,9 @@ def compress_once(config: DictConfig, folder: Path) -> Path:
     store = open_store(training, folder)
     report = communicator.on_writer(lambda: Report.read(folder), "report")
     if report is None:
-        if config.compress.finetune is not None:
+        if config.compress.finetune is None:
+            quantize(training, folder, plan, communicator)
+        else:
             finetune(training, folder, plan)
         report = communicator.on_writer(lambda: finish(training, folder, store, plan), "artefact")
     if report.missed:
@@ -150,9 +154,10 @@ def _decide(config: DictConfig, training: DictConfig, engine: Engine, folder: Pa
     wing = wing_of(training.engine, options.method)
     if options.method == "prune":
         return model, _left_dense(wing.layers(engine, list(options.layers), list(options.skip)), options)
+    if options.method not in REBUILT:
+        return model, []
     (folder / "start").mkdir(exist_ok=True)
-    changes, remarks = wing.shrink_model(engine, options, training.data, folder / "start")
-    return {"_target_": wing.SHRUNK, "base": model, "changes": changes}, remarks
+    return wing.new_model(engine, model, options, training.data, folder / "start")  # type: ignore[no-any-return]
 
 
 def _left_dense(layers: Layers, options: Any) -> list[str]:
@@ -171,7 +176,7 @@ def wing_of(engine: str, method: str) -> Any:
     """
     name = f".{engine}.compress"
     wing = import_module(name, __package__) if find_spec(name, __package__) else None
-    if wing is None or (method in SHRINKING and method not in wing.SHRINKERS):
+    if wing is None or (method in REBUILT and method not in wing.REBUILT):
         raise UserError(f"compress={method} is not there for {engine} models: docs/compress.md says what is")
     return wing
 
@@ -186,7 +191,7 @@ def finetune(training: DictConfig, folder: Path, plan: Plan) -> None:
     run.engine.hooks = hooks
 
     def begin() -> None:
-        start = folder / ("start" if plan.recipe["method"] in SHRINKING else "source")
+        start = folder / ("start" if plan.recipe["method"] in REBUILT else "source")
         if plan.recipe["method"] != "distill":
             run.communicator.together(lambda: load_all(run.engine, start), "start")
         if isinstance(hooks, Pruning):
@@ -218,6 +223,7 @@ def finish(training: DictConfig, folder: Path, store: Store, plan: Plan) -> Repo
     if training.compress.finetune is not None:
         checkpoint = store.find_good(_pick(plan))
     if not (folder / "artefact").exists():
+        assert checkpoint is not None
         _write_artefact(training, folder, checkpoint)
     report = measure_apart(folder)
     if report.missed:
@@ -233,13 +239,60 @@ def _pick(plan: Plan) -> str:
     return "latest" if plan.recipe.get("schedule") == "gradual" else "best"
 
 
-def _write_artefact(training: DictConfig, folder: Path, checkpoint: Checkpoint | None) -> None:
-    making = folder / ".artefact"
-    shutil.rmtree(making, ignore_errors=True)
-    making.mkdir()
-    assert checkpoint is not None
-    export_model(checkpoint.folder, making / "model")
+def _write_artefact(training: DictConfig, folder: Path, checkpoint: Checkpoint) -> None:
+    making = _empty(folder / ".artefact")
+    if training.compress.method == "qat":
+        trained = _empty(folder / ".trained") / "model"
+        export_model(checkpoint.folder, trained)
+        wing, trusted = wing_of(training.engine, "qat"), trusted_packages(training.model)
+        wing.convert_trained(trained, making / "model.onnx", training.data.shape, training.compress, trusted)
+        shutil.rmtree(trained.parent)
+    else:
+        export_model(checkpoint.folder, making / "model")
     making.rename(folder / "artefact")
+
+
+def _empty(folder: Path) -> Path:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    return folder
+
+
+def quantize(training: DictConfig, folder: Path, plan: Plan, communicator: Communicator) -> None:
+    """Write the artefact without any training; each rank shows the model its part of the calibration samples."""
+    options = training.compress
+    if communicator.on_writer(lambda: (folder / "artefact").exists(), "artefact"):
+        return
+    name = f".{training.engine}.quantize"
+    if find_spec(name, __package__) is None:
+        raise UserError(f"compress={options.kind} is not there for {training.engine} models", agreed=True)
+    wing = import_module(name, __package__)
+    communicator.on_writer(lambda: _prepare_folder(training, folder), "folder")
+    wing.post_training(
+        folder / "source",
+        folder / ".artefact" / f"model{wing.METHODS.get(options.kind, ('',))[0]}",
+        options.kind,
+        _calibration(training, communicator),
+        communicator,
+        skip=list(options.skip),
+        trusted=trusted_packages(training.model),
+    )
+    communicator.on_writer(lambda: (folder / ".artefact").rename(folder / "artefact"), "artefact")
+
+
+def _prepare_folder(training: DictConfig, folder: Path) -> None:
+    _empty(folder / ".artefact")
+    (folder / ".hydra").mkdir(exist_ok=True)
+    OmegaConf.save(training, folder / ".hydra" / "config.yaml")
+
+
+def _calibration(training: DictConfig, communicator: Communicator) -> Iterator[Floats]:
+    """This rank's batches of training samples."""
+    data = communicator.together(lambda: open_data(training), "data").train
+    chosen = np.random.default_rng(training.seed).permutation(len(data))[: training.compress.samples]
+    mine = np.array_split(chosen, communicator.size)[communicator.rank]
+    for start in range(0, len(mine), BLOCK):
+        yield normalized(data.fetch(mine[start : start + BLOCK], 0)[0], training.data.normalize)
 
 
 def _publish(store: Store, folder: Path, checkpoint: Checkpoint | None, plan: Plan, report: Report) -> None:

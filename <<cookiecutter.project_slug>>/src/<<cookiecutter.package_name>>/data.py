@@ -60,6 +60,19 @@ class ArrayDataset:
         return self.inputs[indices], self.labels[indices]
 
 
+def normalized(inputs: Array, settings: Any) -> npt.NDArray[np.float32]:
+    """What a model takes for samples as a data set gives them: uint8 from 0 to 1, then (x - mean) / std per channel.
+
+    Args:
+        inputs: (n, *shape), channels last.
+        settings: data.normalize: mean and std, or None.
+    """
+    floats = inputs.astype(np.float32) / 255 if inputs.dtype == np.uint8 else inputs.astype(np.float32)
+    if settings:
+        floats = (floats - np.array(list(settings["mean"]))) / np.array(list(settings["std"]))
+    return floats.astype(np.float32)
+
+
 def hold_out(samples: int, fraction: float, seed: int) -> tuple[Indices, Indices]:
     """Training and validation indices: a random `fraction` is held out, the same on every rank."""
     if not 0 < fraction < 1:

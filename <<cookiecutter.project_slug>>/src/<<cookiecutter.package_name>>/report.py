@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from .build import open_data
-from .data import Dataset
+from .data import Dataset, normalized
 from .errors import UserError, end_well
 from .manifest import write_durably
 from .runtime import Floats, Predictor, load_predictor, weigh
@@ -124,7 +124,7 @@ def _entry(run: Path) -> Entry:
 
 def _measure_all(entries: Mapping[str, Entry], config: DictConfig) -> dict[str, Row]:
     how, validation = config.compress.measure, open_data(config).validation
-    trusted = tuple(sorted({target.partition(".")[0] for target in _targets(config.model)}))
+    trusted = trusted_packages(config.model)
     predictors = {name: load_predictor(entry.path, how.threads, trusted) for name, entry in entries.items()}
     inputs, labels = _samples(validation, config.data.normalize)
     answers = {name: _answers(predictor, inputs, name) for name, predictor in predictors.items()}
@@ -149,6 +149,11 @@ def _measure_all(entries: Mapping[str, Entry], config: DictConfig) -> dict[str, 
     return rows
 
 
+def trusted_packages(model: Any) -> tuple[str, ...]:
+    """The packages that the config of a model names, which its owner has written."""
+    return tuple(sorted({target.partition(".")[0] for target in _targets(model)}))
+
+
 def _targets(node: Any) -> list[str]:
     """Every _target_ in a config of a model."""
     if not OmegaConf.is_dict(node):
@@ -160,10 +165,7 @@ def _targets(node: Any) -> list[str]:
 def _samples(validation: Dataset, normalize: Any) -> tuple[Floats, npt.NDArray[Any]]:
     """The whole validation part, as artefacts take it."""
     inputs, labels = validation.fetch(np.arange(len(validation)), 0)
-    floats = inputs.astype(np.float32) / 255 if inputs.dtype == np.uint8 else inputs.astype(np.float32)
-    if normalize:
-        floats = (floats - np.float32(normalize.mean)) / np.float32(normalize.std)
-    return floats.astype(np.float32), labels
+    return normalized(inputs, normalize), labels
 
 
 def _answers(predictor: Predictor, inputs: Floats, name: str) -> npt.NDArray[np.int64]:

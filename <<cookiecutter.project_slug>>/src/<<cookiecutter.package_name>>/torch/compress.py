@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from hydra.utils import instantiate
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from ..errors import UserError
 from ..pruning import Layers
@@ -18,27 +18,50 @@ from ..weights import FILE
 from . import prune, shrink
 from .distill import Distillation
 from .engine import TorchEngine
+from .fake_quantize import prepare
+from .models import load_model
+from .quantize import convert
 
 SHRINKERS: dict[str, Callable[..., shrink.Choice]] = {
     "channels": shrink.fewer_channels,
     "low_rank": shrink.low_rank,
 }
+REBUILT = (*SHRINKERS, "qat")  # methods that train another architecture
 SHRUNK = f"{shrink.__name__}.{shrink.shrunk.__name__}"
+PREPARED = f"{prepare.__module__}.{prepare.__name__}"
 
 
-def shrink_model(engine: TorchEngine, options: Any, data: Any, folder: Path) -> tuple[list[shrink.Change], list[str]]:
-    """Choose smaller layers and write the weights to begin with; returns what changed, and remarks.
+def new_model(
+    engine: TorchEngine, base: dict[str, Any], options: Any, data: Any, folder: Path
+) -> tuple[dict[str, Any], list[str]]:
+    """Choose another architecture and write the weights to begin with; returns its config, and remarks.
 
     Args:
         engine: Its model has the weights of the source and stays as it is.
+        base: The config of that model.
         options: compress: method and what the method takes.
         data: data: shape and classes.
         folder: Where model.safetensors goes.
     """
     model = copy.deepcopy(engine.model).cpu()
+    if options.method == "qat":
+        prepared = prepare(model, list(options.skip))
+        _write(prepared, folder)
+        return {"_target_": PREPARED, "model": base, "skip": list(options.skip)}, []
     chosen, changes, remarks = SHRINKERS[options.method](model, options, _inputs(data.shape), data.classes)
-    save_file({name: tensor.contiguous() for name, tensor in chosen.state_dict().items()}, folder / FILE)
-    return changes, remarks
+    _write(chosen, folder)
+    return {"_target_": SHRUNK, "base": base, "changes": changes}, remarks
+
+
+def _write(model: nn.Module, folder: Path) -> None:
+    save_file({name: tensor.contiguous() for name, tensor in model.state_dict().items()}, folder / FILE)
+
+
+def convert_trained(folder: Path, target: Path, shape: Sequence[int], options: Any, trusted: Sequence[str]) -> None:
+    """Write the int8 file of a model that was trained with rounding."""
+    model = load_model(folder, (PREPARED.rpartition(".")[0], *trusted))
+    assert isinstance(model, fx.GraphModule)
+    convert(model, target, shape, list(options.skip))
 
 
 def _inputs(shape: Sequence[int]) -> Tensor:
