@@ -42,7 +42,7 @@ from .manifest import MANIFEST, sha256, write_durably
 from .model_file import export_model
 from .options import COMPRESS_RULES, check_options
 from .pruning import Layers, Pruning
-from .report import BLOCK, Report, measure_apart, trusted_packages
+from .report import BLOCK, QUANTIZED, Report, measure_apart, trusted_packages
 from .runtime import Floats
 from .tracking import open_log
 from .train import Run, carry_on, open_run
@@ -227,6 +227,7 @@ def finish(training: DictConfig, folder: Path, store: Store, plan: Plan) -> Repo
         _write_artefact(training, folder, checkpoint)
     report = measure_apart(folder)
     if report.missed:
+        shutil.rmtree(folder / "rejected", ignore_errors=True)
         (folder / "artefact").rename(folder / "rejected")
     else:
         _publish(store, folder, checkpoint, plan, report)
@@ -268,7 +269,7 @@ def quantize(training: DictConfig, folder: Path, plan: Plan, communicator: Commu
         raise UserError(f"compress={options.kind} is not there for {training.engine} models", agreed=True)
     wing = import_module(name, __package__)
     communicator.on_writer(lambda: _prepare_folder(training, folder), "folder")
-    wing.post_training(
+    done = wing.post_training(
         folder / "source",
         folder / ".artefact" / f"model{wing.METHODS.get(options.kind, ('',))[0]}",
         options.kind,
@@ -277,7 +278,12 @@ def quantize(training: DictConfig, folder: Path, plan: Plan, communicator: Commu
         skip=list(options.skip),
         trusted=trusted_packages(training.model),
     )
-    communicator.on_writer(lambda: (folder / ".artefact").rename(folder / "artefact"), "artefact")
+    communicator.on_writer(lambda: _settle(folder, done), "artefact")
+
+
+def _settle(folder: Path, done: dict[str, Any]) -> None:
+    (folder / QUANTIZED).write_text(json.dumps(done, indent=2), encoding="utf-8")
+    (folder / ".artefact").rename(folder / "artefact")
 
 
 def _prepare_folder(training: DictConfig, folder: Path) -> None:

@@ -31,6 +31,7 @@ from .runtime import Floats, Predictor, load_predictor, weigh
 from .weights import FILE
 
 FIGURES = "report.json"
+QUANTIZED = "quantized.json"
 BLOCK = 256  # samples at once when answers are compared
 WARM_UP = 10  # calls
 FEATURES = ("avx2", "avx512f", "avx512_vnni", "avx_vnni", "amx_int8", "asimd")
@@ -111,9 +112,16 @@ def measure(folder: Path, series: Sequence[str] = ()) -> Report:
         setting=_setting(config),
         lineage={key: plans[runs[0]][key] for key in ("parent", "parent_sha256")}
         | {"recipe": [plan["recipe"] for plan in plans.values()] if series else plans[folder]["recipe"]},
-        remarks=[remark for plan in plans.values() for remark in plan["remarks"]],
+        remarks=[remark for run, plan in plans.items() for remark in (*plan["remarks"], *_left_in_float(run))],
         missed="" if series else _missed(rows, config.compress.require),
     )
+
+
+def _left_in_float(run: Path) -> list[str]:
+    """What a quantization has left as it was, and why."""
+    file = run / QUANTIZED
+    kept = json.loads(file.read_text("utf-8")).get("fp32", {}) if file.exists() else {}
+    return [f"not quantized: {', '.join(f'{name} ({reason})' for name, reason in kept.items())}"] if kept else []
 
 
 def _entry(run: Path) -> Entry:
@@ -156,7 +164,7 @@ def trusted_packages(model: Any) -> tuple[str, ...]:
 
 def _targets(node: Any) -> list[str]:
     """Every _target_ in a config of a model."""
-    if not OmegaConf.is_dict(node):
+    if not isinstance(node, Mapping):
         return []
     inner = [target for value in node.values() for target in _targets(value)]
     return [*inner, *([str(node["_target_"])] if "_target_" in node else [])]
