@@ -15,7 +15,7 @@ from << cookiecutter.package_name >>.checkpoint import Store
 from << cookiecutter.package_name >>.compress import compress
 from << cookiecutter.package_name >>.errors import UserError
 from << cookiecutter.package_name >>.masks import cubic, pack, smallest_off, two_of_four, unpack
-from << cookiecutter.package_name >>.report import front
+from << cookiecutter.package_name >>.report import answers, front
 
 EPOCHS = "compress.finetune.epochs=4"
 
@@ -58,6 +58,12 @@ def test_the_cubic_rise_is_the_papers() -> None:
 
 def test_the_front_holds_what_nothing_beats() -> None:
     assert front([(3, 5), (1, 2), (2, 1), (2, 4), (4, 5)]) == [(1, 2), (2, 4), (3, 5)]
+
+
+def test_answers_that_are_no_numbers_are_no_result() -> None:
+    inputs = np.zeros((3, 2), np.float32)
+    with pytest.raises(UserError, match="the model after compression answers with NaN"):
+        answers(lambda batch: np.full((len(batch), 2), np.nan, np.float32), inputs, "after")
 
 
 @pytest.mark.slow

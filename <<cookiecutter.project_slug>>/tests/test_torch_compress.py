@@ -12,6 +12,7 @@ from engine_helpers import make, train
 from omegaconf import OmegaConf
 from torch import nn
 
+from << cookiecutter.package_name >>.checkpoint import Store
 from << cookiecutter.package_name >>.compress import compress
 from << cookiecutter.package_name >>.distributed import Communicator, open_communicator
 from << cookiecutter.package_name >>.errors import UserError
@@ -93,6 +94,23 @@ def test_a_chain(source: Path, tmp_path: Path) -> None:
     assert sizes[0] > sizes[1] > sizes[2]
     parent = Path(report_of(tmp_path / "2-low_rank")["lineage"]["parent"])
     assert parent.parent == tmp_path / "1-distill" / "checkpoints"
+
+
+@pytest.mark.slow
+def test_int8_without_and_with_training(source: Path, tmp_path: Path) -> None:
+    few = run_compress(source, tmp_path / "few", "compress=int8", "compress.samples=1", ranks=2)
+    assert few.returncode != 0
+    assert "1 calibration samples for 2 ranks" in few.stdout + few.stderr
+    for name in ("int8", "qat"):
+        result = run_compress(source, tmp_path / name, f"compress={name}")
+        assert result.returncode == 0, result.stdout + result.stderr
+        models = report_of(tmp_path / name)["models"]
+        assert models["after"]["runtime"] == "ONNX Runtime"
+        assert models["after"]["accuracy"] >= models["before"]["accuracy"] - 0.02
+        assert models["after"]["gzipped"] < 0.5 * models["before"]["gzipped"]
+        published = Store(tmp_path / name / "checkpoints").find_good("artefact")
+        assert published.meta["artefact"]["sha256"] == models["after"]["sha256"]
+        assert (published.folder / "artefact" / "model.onnx").exists()
 
 
 STUDENT = ("model=mlp", "model.hidden=[8]")

@@ -135,9 +135,9 @@ def _measure_all(entries: Mapping[str, Entry], config: DictConfig) -> dict[str, 
     trusted = trusted_packages(config.model)
     predictors = {name: load_predictor(entry.path, how.threads, trusted) for name, entry in entries.items()}
     inputs, labels = _samples(validation, config.data.normalize)
-    answers = {name: _answers(predictor, inputs, name) for name, predictor in predictors.items()}
+    said = {name: answers(predictor, inputs, name) for name, predictor in predictors.items()}
     times = _latencies(list(predictors.values()), np.resize(inputs, (how.batch, *inputs.shape[1:])), how.calls)
-    first = next(iter(answers.values()))
+    first = next(iter(said.values()))
     rows: dict[str, Row] = {}
     for (name, entry), milliseconds in zip(entries.items(), times, strict=True):
         weighed = weigh(entry.path)
@@ -147,8 +147,8 @@ def _measure_all(entries: Mapping[str, Entry], config: DictConfig) -> dict[str, 
             "bytes": weighed.size,
             "gzipped": weighed.gzipped,
             "sha256": weighed.sha256,
-            "accuracy": float((answers[name] == labels).mean()),
-            "agreement": float((answers[name] == first).mean()),
+            "accuracy": float((said[name] == labels).mean()),
+            "agreement": float((said[name] == first).mean()),
             "p50_ms": float(np.percentile(milliseconds, 50)),
             "p95_ms": float(np.percentile(milliseconds, 95)),
             **import_module(f".{config.engine}.measure", __package__).count(entry.model, config.data.shape, trusted),
@@ -176,7 +176,8 @@ def _samples(validation: Dataset, normalize: Any) -> tuple[Floats, npt.NDArray[A
     return normalized(inputs, normalize), labels
 
 
-def _answers(predictor: Predictor, inputs: Floats, name: str) -> npt.NDArray[np.int64]:
+def answers(predictor: Predictor, inputs: Floats, name: str) -> npt.NDArray[np.int64]:
+    """The class that a model says for each input."""
     logits = np.concatenate([predictor(inputs[start : start + BLOCK]) for start in range(0, len(inputs), BLOCK)])
     if not np.isfinite(logits).all():
         raise UserError(f"the model {name} compression answers with NaN: compress less, or fine-tune with a lower rate")

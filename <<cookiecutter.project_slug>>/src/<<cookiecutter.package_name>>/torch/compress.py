@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -43,7 +42,8 @@ def new_model(
         data: data: shape and classes.
         folder: Where model.safetensors goes.
     """
-    model = copy.deepcopy(engine.model).cpu()
+    model: nn.Module = instantiate(base)  # not the engine's, whose layers may be of its device
+    model.load_state_dict(engine.model.state_dict())
     if options.method == "qat":
         prepared = prepare(model, list(options.skip))
         _write(prepared, folder)
@@ -90,9 +90,9 @@ def distillation(engine: TorchEngine, teacher: Any, weights: Path, options: Any,
     """
     model: nn.Module = instantiate(teacher)
     model.load_state_dict(load_file(weights / FILE))
-    inputs = _inputs(data.shape)
-    student = copy.deepcopy(engine.model).to("cpu").eval()
-    given, wanted = student(inputs).shape[1], model.eval()(inputs).shape[1]
+    inputs = _inputs(data.shape).to(engine.device)
+    with torch.no_grad():
+        given, wanted = (one.to(engine.device).eval()(inputs).shape[1] for one in (engine.model, model))
     if given != wanted:
         raise UserError(f"the student answers with {given} classes and its teacher with {wanted}: make them equal")
-    return Distillation(model.to(engine.device), engine.model, options)
+    return Distillation(model, engine.model, options)

@@ -64,6 +64,7 @@ class TorchEngine:
             op=horovod.op,
             predivide_factor=horovod.predivide_factor,
             groups=horovod.groups,
+            rank=horovod.get("powersgd_rank", 4),
         )
         self.hooks = Hooks()
         self._own_mean = horovod.op == "adasum"
@@ -161,6 +162,7 @@ class TorchEngine:
             "cuda": torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None,
             "buffers": {name: buffer.cpu().clone() for name, buffer in self.model.named_buffers()},
             "sums": (self._loss.item(), self._count),
+            "reducer": self.reducer.state(),
         }
 
     def snapshot(self, rank_states: list[dict[str, Any]]) -> Callable[[Path], None]:
@@ -228,6 +230,7 @@ class TorchEngine:
 
     def _load_rank_state(self, state: dict[str, Any]) -> None:
         set_host_state(state)
+        self.reducer.restore(state.get("reducer", {}))
         torch.set_rng_state(state["torch"])
         if state["cuda"] is not None and self.device.type == "cuda":
             torch.cuda.set_rng_state(state["cuda"], self.device)
