@@ -29,6 +29,7 @@ SHELL = {
     "noxfile.py",
     "pyproject.toml",
     "scripts/build_horovod.py",
+    "scripts/predict.py",
 }
 OPTIONAL = {"use_slurm": "launch/slurm.sbatch", "use_kubernetes": "launch/kubernetes.yaml"}
 LICENSE_WORDS = {

@@ -304,8 +304,7 @@ def test_a_model_folder_becomes_a_model_in_two_lines(engine: str, tmp_path: Path
     run = tmp_path / "run"
     train(compose_config("epochs=1", "model=cnn", "model.width=4", *QUICK), run)
     folder = tmp_path / "model"
-    command = [sys.executable, "-m", f"{PACKAGE}.checkpoints"]
-    subprocess.run([*command, "export", str(run), "latest", str(folder)], check=True)
+    subprocess.run([sys.executable, "-m", f"{PACKAGE}.export", str(run), "latest", str(folder)], check=True)
     model = load_model(folder)
     assert model(zeros(engine, 2, 8, 8, 1)).shape == (2, 10)
     description = json.loads((folder / "model.json").read_text())

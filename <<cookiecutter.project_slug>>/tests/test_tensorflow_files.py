@@ -1,8 +1,6 @@
 """Files of Keras and TensorFlow: models that go out and come in, records of images."""
 
 import io
-import subprocess
-import sys
 from pathlib import Path
 
 import keras
@@ -17,32 +15,6 @@ from << cookiecutter.package_name >>.errors import UserError
 from << cookiecutter.package_name >>.tensorflow.models import cnn, keras_file
 from << cookiecutter.package_name >>.tensorflow.tfrecord import Records, tfrecords
 from << cookiecutter.package_name >>.train import train
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("run")
-    options = ["epochs=1", "model=cnn", "model.width=4", "tracking.tensorboard=false"]
-    train(compose_config("engine=tensorflow", *options), folder)
-    return folder
-
-
-@pytest.mark.parametrize("kind", ["keras", "h5", "savedmodel"])
-def test_a_model_goes_out(run: Path, tmp_path: Path, kind: str) -> None:
-    target = tmp_path / f"model.{kind}"
-    command = [sys.executable, "-m", f"{PACKAGE}.checkpoints", "export", str(run), "best", str(target)]
-    subprocess.run([*command, "--format", kind], check=True)
-    images = np.random.default_rng(0).random((7, 8, 8, 1), np.float32)
-    if kind == "savedmodel":
-        loaded = tf.saved_model.load(str(target))
-        assert loaded.serve(images).shape == (7, 10)
-    else:
-        model = keras.saving.load_model(target)
-        assert model(images).shape == (7, 10)
-        assert getattr(model, "optimizer", None) is None
-    assert [entry.name for entry in tmp_path.iterdir()] == [target.name]
-    again = subprocess.run([*command, "--format", kind], capture_output=True, text=True, check=False)
-    assert (again.returncode, again.stderr) == (2, f"error: {target} exists: name a new one for the model\n")
 
 
 def test_a_keras_file_comes_in(tmp_path: Path) -> None:

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 # The libraries that only some commands need are imported there: `list` must answer at once.
 
 DAMAGED = 1
-FORMATS = ("folder", "keras", "h5", "savedmodel")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -141,16 +140,6 @@ def pull(options: argparse.Namespace) -> int:
     return _report(options, {checkpoint.name: str(checkpoint.folder)})
 
 
-def export(options: argparse.Namespace) -> int:
-    """Make a model of a checkpoint: a folder of architecture and weights for load_model(), or another format."""
-    from .model_file import export_model
-
-    store = _store(options)
-    checkpoint = store.find_good(options.which)
-    export_model(checkpoint.folder, options.target, options.format)
-    return _report(options, {checkpoint.name: str(options.target)})
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=f"python -m {__spec__.name}", description="Manage the checkpoints of a run.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
@@ -177,9 +166,6 @@ def _parser() -> argparse.ArgumentParser:
     pruning.add_argument("--dry-run", action="store_true", help="only say what would be deleted")
     add(push, "run", "url").add_argument("which", metavar="WHICH", nargs="?", default="latest", help=_HELP["which"])
     add(pull, "url", "run").add_argument("which", metavar="WHICH", nargs="?", default="latest", help=_HELP["which"])
-    exporting = add(export, "run", "which")
-    exporting.add_argument("target", metavar="TARGET", type=Path, help="a new folder or file")
-    exporting.add_argument("--format", default="folder", choices=FORMATS, help="(default: folder)")
     return parser
 
 

@@ -6,8 +6,6 @@ import json
 import shutil
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -20,38 +18,27 @@ FORMAT = 1
 DESCRIPTION = "model.json"
 
 
-def export_model(checkpoint: Path, target: Path, kind: str = "folder") -> None:
-    """Make a model of a checkpoint, in a folder of ours or in a format of its framework; all of it or nothing.
+def export_model(checkpoint: Path, target: Path) -> None:
+    """Make a model folder of a checkpoint; all of it or nothing.
 
     Args:
         checkpoint: A verified checkpoint.
-        target: The folder or file to make.
-        kind: folder, or what the wing's export module knows.
+        target: The folder to make.
 
     Raises:
-        UserError: if the target exists, the checkpoint lacks what a model needs, or the wing has no such format.
+        UserError: if the target exists, or the checkpoint lacks what a model needs.
     """
     if target.exists():
         raise UserError(f"{target} exists: name a new one for the model")
     target.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-") as temporary:
         made = Path(temporary, "model")
-        engine = _make_folder(checkpoint, made)
-        if kind != "folder":
-            made = Path(temporary, f"model.{kind}")
-            _wing_export(engine, kind)(Path(temporary, "model"), made, kind)
+        _make_folder(checkpoint, made)
         made.rename(target)
 
 
-def _wing_export(engine: str, kind: str) -> Callable[[Path, Path, str], None]:
-    if find_spec(f".{engine}.export", __package__) is None:
-        raise UserError(f"--format {kind} is not there for {engine} models: use --format folder")
-    export: Callable[[Path, Path, str], None] = import_module(f".{engine}.export", __package__).export
-    return export
-
-
-def _make_folder(checkpoint: Path, folder: Path) -> str:
-    """Architecture, config of inputs and outputs, and weights, with a manifest; returns the engine's name."""
+def _make_folder(checkpoint: Path, folder: Path) -> None:
+    """Architecture, config of inputs and outputs, and weights, with a manifest."""
     from omegaconf import OmegaConf
 
     weights = checkpoint / FILE
@@ -64,7 +51,6 @@ def _make_folder(checkpoint: Path, folder: Path) -> str:
     shutil.copyfile(weights, folder / FILE)
     (folder / DESCRIPTION).write_text(json.dumps(description, indent=2), encoding="utf-8")
     manifest.seal(folder)
-    return str(config["engine"])
 
 
 def build_model(folder: Path, trusted: Sequence[str]) -> Any:

@@ -146,8 +146,7 @@ def _load_onnx(path: Path, threads: int | None) -> Predictor:
 
 
 def _load_torch_export(path: Path, threads: int | None) -> Predictor:
-    import torch
-
+    torch: Any = import_module("torch")
     _limit_threads("torch", threads)
     model = torch.export.load(path).module()
 
@@ -194,9 +193,7 @@ def _limit_threads(framework: str, threads: int | None) -> None:
     if threads is None:
         return
     if framework == "torch":
-        import torch
-
-        torch.set_num_threads(threads)
+        import_module("torch").set_num_threads(threads)
         return
     threading = import_module("tensorflow").config.threading
     if threading.get_intra_op_parallelism_threads() == threads:

@@ -1,10 +1,9 @@
-"""Whole models in Keras' and TensorFlow's own formats, for programs that do not have this package."""
+"""Keras models in formats that need no code of this package."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import keras
 import numpy as np
@@ -14,26 +13,47 @@ from ..errors import UserError
 from ..runtime import Predictor
 from .models import load_model
 
-TOLERANCE = 1e-4  # of the largest logit
+FORMATS = ("keras", "h5", "savedmodel", "tflite")
 
 
-def export(folder: Path, target: Path, kind: str) -> None:
-    """Turn a model folder into `target`; it is loaded again and must answer as the model does.
+def export(folder: Path, target: Path, kind: str, precision: str, trusted: Sequence[str] = ()) -> None:
+    """Turn a model folder into `target`.
 
     Args:
         folder: A model folder.
-        target: The file (keras, h5) or folder (savedmodel) to write.
-        kind: keras | h5 (of Keras 2 times) | savedmodel (for TensorFlow Serving).
+        target: The file (keras, h5, tflite) or folder (savedmodel) to write.
+        kind: keras | h5 (of Keras 2 times) | savedmodel (for TensorFlow Serving) | tflite (for LiteRT).
+        precision: fp32, or fp16 for tflite: weights in fp16.
+        trusted: Packages besides this one that the architecture may come from.
 
     Raises:
-        UserError: if the architecture comes from another package, or what was written answers otherwise.
+        UserError: if the format cannot hold the model, or lacks the precision.
     """
-    model = load_model(folder, trusted=("keras",))
-    inputs = np.random.default_rng(0).random((4, *model.input_shape[1:]), np.float32)
-    _SAVERS[kind](model, target)
-    wanted, got = np.asarray(model(inputs)), np.asarray(_LOADERS[kind](target)(inputs))
-    if np.abs(wanted - got).max() > TOLERANCE * np.abs(wanted).max():
-        raise UserError(f"{target} does not answer as the model does: choose another format")
+    if precision not in ("fp32", "fp16" if kind == "tflite" else "fp32"):
+        raise UserError(f"--precision {precision} is not there for {kind}: of TensorFlow's, tflite alone has fp16")
+    model = load_model(folder, trusted)
+    try:
+        _SAVERS[kind](model, target, precision == "fp16")
+    except Exception as error:
+        reason = " ".join(str(error).split())[:300]
+        raise UserError(f"the model cannot be written as {kind} ({reason}): choose another format") from error
+
+
+def converter(model: keras.Model, *, half: bool = False) -> tf.lite.TFLiteConverter:
+    """What makes a LiteRT file of a model, for batches of any length."""
+    made = tf.lite.TFLiteConverter.from_keras_model(model)
+    if half:
+        made.optimizations = [tf.lite.Optimize.DEFAULT]
+        made.target_spec.supported_types = [tf.float16]
+    return made
+
+
+_SAVERS: dict[str, Callable[[keras.Model, Path, bool], object]] = {
+    "keras": lambda model, target, half: model.save(target),
+    "h5": lambda model, target, half: model.save(target),
+    "savedmodel": lambda model, target, half: model.export(target, verbose=False),
+    "tflite": lambda model, target, half: target.write_bytes(converter(model, half=half).convert()),
+}
 
 
 def predictor(folder: Path, trusted: Sequence[str] = ()) -> Predictor:
@@ -41,20 +61,3 @@ def predictor(folder: Path, trusted: Sequence[str] = ()) -> Predictor:
     model = load_model(folder, trusted)
     call = tf.function(lambda inputs: model(inputs, training=False), reduce_retracing=True)
     return lambda inputs: np.asarray(call(tf.constant(inputs)), np.float32)
-
-
-def _load_saved_model(target: Path) -> Callable[[Any], Any]:
-    loaded = tf.saved_model.load(str(target))
-    return lambda inputs: loaded.serve(inputs)  # which alone would not keep the variables alive
-
-
-_SAVERS: dict[str, Callable[[keras.Model, Path], object]] = {
-    "keras": lambda model, target: model.save(target),
-    "h5": lambda model, target: model.save(target),
-    "savedmodel": lambda model, target: model.export(target, verbose=False),
-}
-_LOADERS: dict[str, Callable[[Path], Callable[[Any], Any]]] = {
-    "keras": lambda target: keras.saving.load_model(target, compile=False),
-    "h5": lambda target: keras.saving.load_model(target, compile=False),
-    "savedmodel": _load_saved_model,
-}

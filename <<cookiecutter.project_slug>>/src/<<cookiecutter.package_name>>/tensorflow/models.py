@@ -19,7 +19,7 @@ from .variables import load, named
 
 
 def load_model(folder: str | Path, trusted: Sequence[str] = ()) -> keras.Model:
-    """The model in a folder that `checkpoints export` made, ready to answer.
+    """The model in a folder that `export` made, ready to answer.
 
     It takes (n, height, width, channels), or (n, features), already normalized as model.json says.
 

@@ -10,8 +10,30 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import UserError
+from ..model_file import data_shape
 from ..runtime import Floats, Predictor
 from .models import load_model
+
+FORMATS = ("onnx", "torch_export")
+PRECISIONS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+def export(folder: Path, target: Path, kind: str, precision: str, trusted: Sequence[str] = ()) -> None:
+    """Turn a model folder into an .onnx or a .pt2 file.
+
+    Args:
+        folder: A model folder.
+        target: The file to write.
+        kind: onnx | torch_export.
+        precision: fp32 | fp16 | bf16, what the model computes in; bf16 for torch_export only.
+        trusted: Packages besides this one that the architecture may come from.
+
+    Raises:
+        UserError: if the format cannot hold the model.
+    """
+    if kind == "onnx" and precision == "bf16":
+        raise UserError("--precision bf16 is nothing for onnx, whose CPU runtime has no such operators: take fp16")
+    write(load_model(folder, trusted), target, data_shape(folder), PRECISIONS[precision])
 
 
 class Deployed(nn.Module):

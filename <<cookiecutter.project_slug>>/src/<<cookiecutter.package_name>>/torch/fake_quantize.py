@@ -23,10 +23,9 @@ from ..errors import UserError
 from ..weights import hash_arrays
 
 STEPS = 255  # of an activation, in uint8
-# Of a weight on each side of 0, in int8. CPUs without VNNI add two products in 16 bits, which overflow where large
-# weights lie side by side, as they do in dense layers: those get 7 bits.
-WEIGHT_STEPS: dict[type[nn.Module], int] = {nn.Conv2d: 127, nn.Linear: 63}
-MOMENTUM = 0.01  # of the running range, while training
+# Of a weight on each side of 0, in int8: 7 bits, since CPUs without VNNI add two products in 16 bits, which overflow with
+# 8 (ONNX Runtime calls it reduce_range). Where all have VNNI or it is an ARM, 127 is more exact.
+WEIGHT_STEPS = 63
 RELUS = (nn.ReLU, nn.ReLU6)
 RELU_CALLS = (torch.relu, functional.relu, functional.relu6)
 KEEP_RANGE = (nn.MaxPool2d, nn.Flatten, nn.Identity, nn.Dropout)  # what comes out lies within what went in
@@ -73,16 +72,15 @@ class FakeQuantize(nn.Module):
         return scale, (-self.lowest / scale).round().clamp(0, STEPS).int()
 
 
-def weight_scale(layer: Layer) -> tuple[Tensor, int]:
-    """The size of a weight's step, one for each output channel (the first axis), and how many steps there are."""
-    steps = next(count for kind, count in WEIGHT_STEPS.items() if isinstance(layer, kind))
-    return (layer.weight.detach().flatten(1).abs().amax(1) / steps).clamp(min=1e-12), steps
+def weight_scale(weight: Tensor) -> Tensor:
+    """The size of a weight's step, one for each output channel, the first axis."""
+    return (weight.detach().flatten(1).abs().amax(1) / WEIGHT_STEPS).clamp(min=1e-12)
 
 
-def _rounded(layer: Layer) -> Tensor:
-    scale, steps = weight_scale(layer)
+def _rounded(weight: Tensor) -> Tensor:
+    scale = weight_scale(weight)
     zero = torch.zeros_like(scale, dtype=torch.int32)
-    rounded: Tensor = torch.fake_quantize_per_channel_affine(layer.weight, scale, zero, 0, -steps, steps)
+    rounded: Tensor = torch.fake_quantize_per_channel_affine(weight, scale, zero, 0, -WEIGHT_STEPS, WEIGHT_STEPS)
     return rounded
 
 
@@ -91,7 +89,7 @@ class RoundedConv2d(nn.Conv2d):
 
     def forward(self, x: Tensor) -> Tensor:
         """See Conv2d."""
-        result: Tensor = self._conv_forward(x, _rounded(self), self.bias)
+        result: Tensor = self._conv_forward(x, _rounded(self.weight), self.bias)
         return result
 
 
@@ -100,7 +98,7 @@ class RoundedLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """See Linear."""
-        return functional.linear(x, _rounded(self), self.bias)
+        return functional.linear(x, _rounded(self.weight), self.bias)
 
 
 ROUNDED: dict[type[nn.Module], type[nn.Module]] = {nn.Conv2d: RoundedConv2d, nn.Linear: RoundedLinear}

@@ -20,7 +20,7 @@ SHRINK = f"{__package__}.shrink"  # where compressed architectures are built aga
 
 
 def load_model(folder: str | Path, trusted: Sequence[str] = ()) -> nn.Module:
-    """The model in a folder that `checkpoints export` made, on the CPU, ready to answer.
+    """The model in a folder that `export` made, on the CPU, ready to answer.
 
     It takes (n, channels, height, width), or (n, features), already normalized as model.json says.
 

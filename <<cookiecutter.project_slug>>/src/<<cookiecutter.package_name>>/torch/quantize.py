@@ -18,9 +18,10 @@ from ..distributed import Communicator
 from ..errors import UserError
 from ..model_file import data_shape
 from ..runtime import Floats
-from .export import channels_first, write
+from .export import PRECISIONS, channels_first, write
 from .fake_quantize import (
     ROUNDED,
+    WEIGHT_STEPS,
     FakeQuantize,
     Layer,
     calibrating,
@@ -38,7 +39,6 @@ from .models import load_model
 
 INT8 = (".onnx",)
 METHODS = {"static": INT8, "dynamic": INT8, "weight_only": INT8, "fp16": (".onnx", ".pt2"), "bf16": (".pt2",)}
-HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 Report = dict[str, Any]
 
@@ -141,10 +141,10 @@ def _convert_unprepared(
 ) -> Report:
     """What needs no calibration, and so no trace of the model."""
     check_names(model, skip)
-    if method in HALF:
+    if method in PRECISIONS:
         if skip:
             raise UserError(f"skip={skip[0]} has no meaning for {method}: it is for the whole model")
-        write(model, target, shape, HALF[method])
+        write(model, target, shape, PRECISIONS[method])
         return {"quantized": [name for name, _ in _weighted(model)], "fp32": {}}
     kinds, form = (ROUNDED, Int8Layer) if method == "weight_only" else ((nn.Linear,), DynamicLinear)
     for name, layer in list(model.named_modules()):
@@ -193,9 +193,9 @@ class Int8Layer(nn.Module):
 
     def __init__(self, layer: Layer, input_scale: Tensor | None = None) -> None:
         super().__init__()
-        (scale, steps), bias = weight_scale(layer), layer.bias
+        scale, bias = weight_scale(layer.weight), layer.bias
         per_channel = scale.reshape(-1, *[1] * (layer.weight.dim() - 1))
-        rounded = (layer.weight.detach() / per_channel).round().clamp(-steps, steps)
+        rounded = (layer.weight.detach() / per_channel).round().clamp(-WEIGHT_STEPS, WEIGHT_STEPS)
         self.register_buffer("weight", rounded.to(torch.int8))
         self.register_buffer("scale", scale)
         self.register_buffer("zero", torch.zeros_like(scale, dtype=torch.int8))

@@ -1,0 +1,70 @@
+"""Classify samples with an exported model: python scripts/predict.py model.onnx inputs.npy.
+
+Needs numpy and the model's own runtime, nothing of this project: copy it to where the model is used. The inputs are
+float32 of shape (n, *data.shape), channels last, normalized as in training; prints one class number per line.
+"""
+
+import argparse
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+
+def onnx(model: Path, inputs: Any) -> Any:
+    """With ONNX Runtime (pip install onnxruntime)."""
+    onnxruntime: Any = import_module("onnxruntime")
+    session = onnxruntime.InferenceSession(model)
+    return session.run(None, {session.get_inputs()[0].name: inputs})[0]
+
+
+def torch_export(model: Path, inputs: Any) -> Any:
+    """With PyTorch (pip install torch)."""
+    torch: Any = import_module("torch")
+    return torch.export.load(model).module()(torch.from_numpy(inputs)).detach().numpy()
+
+
+def keras(model: Path, inputs: Any) -> Any:
+    """With Keras 3 (pip install tensorflow)."""
+    return import_module("keras").saving.load_model(model, compile=False).predict(inputs, verbose=0)
+
+
+def saved_model(model: Path, inputs: Any) -> Any:
+    """With TensorFlow (pip install tensorflow)."""
+    loaded: Any = import_module("tensorflow").saved_model.load(str(model))
+    return loaded.serve(inputs).numpy()
+
+
+def litert(model: Path, inputs: Any) -> Any:
+    """With LiteRT (pip install ai-edge-litert)."""
+    interpreter: Any = import_module("ai_edge_litert.interpreter").Interpreter(str(model))
+    source, result = interpreter.get_input_details()[0]["index"], interpreter.get_output_details()[0]["index"]
+    interpreter.resize_tensor_input(source, inputs.shape)
+    interpreter.allocate_tensors()
+    interpreter.set_tensor(source, inputs)
+    interpreter.invoke()
+    return interpreter.get_tensor(result)
+
+
+RUNTIMES = {".onnx": onnx, ".pt2": torch_export, ".keras": keras, ".h5": keras, ".tflite": litert}
+
+
+def main() -> None:
+    """Read the command line, print the classes."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path, help="an .onnx, .pt2, .keras, .h5 or .tflite file, or a SavedModel folder")
+    parser.add_argument("inputs", type=Path, help="a .npy file")
+    options = parser.parse_args()
+    inputs = np.load(options.inputs, allow_pickle=False).astype(np.float32)
+    if options.model.is_dir() and (options.model / "saved_model.pb").exists():
+        logits = saved_model(options.model, inputs)
+    elif options.model.is_file() and options.model.suffix in RUNTIMES:
+        logits = RUNTIMES[options.model.suffix](options.model, inputs)
+    else:
+        parser.error(f"{options.model} is not there or has another suffix than {', '.join(RUNTIMES)}")
+    print(*np.argmax(logits, axis=1), sep="\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,91 @@
+"""Quantization of Keras models, as LiteRT files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from jobs import RANKS, compose_config, run_ranks
+
+from << cookiecutter.package_name >>.data import digits
+from << cookiecutter.package_name >>.distributed import Communicator, open_communicator
+from << cookiecutter.package_name >>.errors import UserError
+from << cookiecutter.package_name >>.export import export, validation_samples
+from << cookiecutter.package_name >>.runtime import load_predictor, weigh
+from << cookiecutter.package_name >>.tensorflow.quantize import post_training
+from << cookiecutter.package_name >>.train import train
+
+
+@pytest.fixture(scope="module")
+def communicator() -> Communicator:
+    return open_communicator("tensorflow")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A trained model of digits."""
+    place = tmp_path_factory.mktemp("tensorflow")
+    options = ["epochs=8", "model=cnn", "model.width=16", "tracking.tensorboard=false"]
+    train(compose_config("engine=tensorflow", *options), place / "run")
+    export(place / "run", "best", place / "model", "folder")
+    return place / "model"
+
+
+def accuracy(artefact: Path) -> float:
+    part = digits().validation
+    inputs, labels = part.fetch(np.arange(len(part)), 0)
+    return float((load_predictor(artefact)(inputs).argmax(1) == labels).mean())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("method", "smaller"), [("static", 2.5), ("dynamic", 2.5), ("fp16", 1.7)])
+def test_methods(folder: Path, communicator: Communicator, tmp_path: Path, method: str, smaller: float) -> None:
+    target = tmp_path / "model.tflite"
+    samples = validation_samples(compose_config("engine=tensorflow"), 128)
+    report = post_training(folder, target, method, [samples[:64], samples[64:]], communicator)
+    assert report["calibration_samples"] == (128 if method == "static" else 0)
+    assert len(report["quantized"]) >= 4
+    assert accuracy(target) >= accuracy(folder) - 0.02
+    assert weigh(folder).size > smaller * weigh(target).size
+    assert load_predictor(target)(samples[:1]).shape == (1, 10)
+
+
+NAN = np.full((2, 8, 8, 1), np.nan, np.float32)
+
+
+@pytest.mark.parametrize(
+    ("name", "method", "data", "skip", "sentence"),
+    [
+        ("a.keras", "static", [], (), r"cannot hold a static model: its name must end in \.tflite"),
+        ("a.tflite", "weight_only", [], (), "method=weight_only is not there for this engine: choose static, dynamic"),
+        ("a.tflite", "static", [], (), "0 calibration samples for 1 ranks"),
+        ("a.tflite", "static", [NAN], (), "hold NaN or infinite values"),
+        ("a.tflite", "static", [NAN[:, :4]], (), r"have shape \(4, 8, 1\), the model takes \(8, 8, 1\)"),
+        ("a.tflite", "dynamic", [], ("logits",), "skip=logits is not possible"),
+    ],
+)
+def test_bad_input(
+    folder: Path,
+    communicator: Communicator,
+    tmp_path: Path,
+    name: str,
+    method: str,
+    data: list[Any],
+    skip: tuple[str, ...],
+    sentence: str,
+) -> None:
+    with pytest.raises(UserError, match=sentence):
+        post_training(folder, tmp_path / name, method, data, communicator, skip)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_two_ranks_calibrate_together(folder: Path, communicator: Communicator, tmp_path: Path) -> None:
+    done = run_ranks(2, str(RANKS / "tensorflow_calibration.py"), str(folder), str(tmp_path / "two.tflite"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    samples = validation_samples(compose_config("engine=tensorflow"), 64)
+    post_training(folder, tmp_path / "one.tflite", "static", [samples], communicator)
+    one, two = (load_predictor(tmp_path / name)(samples) for name in ("one.tflite", "two.tflite"))
+    assert np.array_equal(one, two)
