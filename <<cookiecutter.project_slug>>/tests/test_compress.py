@@ -129,6 +129,7 @@ def test_what_misses_its_requirements_is_put_aside(source: Path, tmp_path: Path)
     assert 0.45 < report["models"]["after"]["sparsity"] < 0.5
 
 
+@pytest.mark.slow  # for the source
 @pytest.mark.parametrize(
     ("overrides", "sentence"),
     [

@@ -153,6 +153,7 @@ def test_distillation_with_features(communicator: Communicator) -> None:
         Distillation(teacher, student, OmegaConf.create({**options, "features": ["nine"]}))
 
 
+@pytest.mark.slow  # for the source
 def test_a_student_of_another_number_of_classes(source: Path, tmp_path: Path) -> None:
     config = compress_config(source, "compress=distill", "compress.student.classes=7")
     with pytest.raises(UserError, match="the student answers with 7 classes and its teacher with 10"):
