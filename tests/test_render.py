@@ -98,7 +98,7 @@ def check_versions(project: Path, answers: dict[str, Any]) -> None:
         extras["tensorflow"] = [f"tensorflow-cpu=={tensorflow}"]
         extras["tensorflow-gpu"] = [f"tensorflow[and-cuda]=={tensorflow}"]
     written = settings["project"]["optional-dependencies"]
-    assert written == {"horovod": ["horovod==0.28.1"], **extras, "dev": written["dev"]}
+    assert written == {"horovod": ["horovod==0.28.1"], **extras, "compress": written["compress"], "dev": written["dev"]}
     workflow = yaml.safe_load((project / ".github/workflows/ci.yml").read_text())
     for framework, version in (("torch", torch), ("tensorflow", tensorflow)):
         for lock in (project / "locks").glob(f"{framework}-*.txt"):

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy.typing as npt
+
 from .data import Dataset
 from .distributed import Communicator
 from .sampler import Indices, Share
@@ -22,8 +24,29 @@ class Sums:
     count: float = 0.0
 
 
+class Hooks:
+    """What a compression adds to an engine's steps; these add nothing."""
+
+    def loss(self, plain: Any, inputs: Any, outputs: Any) -> Any:
+        """The loss to train with, summed over the samples of a batch; `plain` is the cross-entropy."""
+        return plain
+
+    def after_step(self, share: Share) -> None:
+        """Called on all ranks after the optimizer's step."""
+
+    def state(self) -> dict[str, npt.NDArray[Any]]:
+        """What a resumed run needs; the same on every rank."""
+        return {}
+
+    def restore(self, state: dict[str, npt.NDArray[Any]]) -> None:
+        """Go on from what state() gave."""
+
+
 class Engine(Protocol):
     """A model, its optimizer and their device on one rank."""
+
+    model: Any
+    hooks: Hooks
 
     def train_batches(self, dataset: Dataset, shares: Iterator[Share]) -> Iterator[tuple[Share, Any]]:
         """Read ahead along the plan: each share with its batch in the framework's own form."""

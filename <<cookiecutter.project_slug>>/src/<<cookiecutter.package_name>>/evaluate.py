@@ -45,14 +45,19 @@ def evaluate_run(run: Path, which: str, changes: list[str]) -> dict[str, float |
     splits = communicator.together(lambda: open_data(config), "data")
     store = Store(run / "checkpoints")
     folder = communicator.on_writer(lambda: store.find_good(which).folder, "checkpoint")
-    communicator.together(lambda: _load(engine, folder), "weights")
+    communicator.together(lambda: load_all(engine, folder), "weights")
     return {"checkpoint": str(folder), **evaluate(communicator, engine, splits, config.data.evaluation_batch)}
 
 
-def _load(engine: Engine, folder: Path) -> None:
+def load_all(engine: Engine, folder: Path) -> None:
+    """Take every weight of a checkpoint or model folder.
+
+    Raises:
+        UserError: if it is of another architecture.
+    """
     misfits = [f"{name} {what}" for name, what in engine.load_weights(folder).items() if what != "loaded"]
     if misfits:
-        raise UserError(f"{folder} is of another model: {misfits[0]}; evaluate it with the options it was made with")
+        raise UserError(f"{folder} is of another model: {misfits[0]}; use it with the options it was made with")
 
 
 def main() -> None:

@@ -65,10 +65,18 @@ def build_model(folder: Path, trusted: Sequence[str]) -> Any:
         UserError: if the folder is damaged, of a newer format, or names what is not an architecture of `trusted`.
     """
     description = _read(folder)
-    arguments = dict(description["model"])
-    make = _find(folder, str(arguments.pop("_target_")), trusted)
+    return _build(folder, description["model"], trusted)
+
+
+def _build(folder: Path, description: dict[str, Any], trusted: Sequence[str]) -> Any:
+    """What a description names, after the parts that it is built of."""
+    parts = {
+        key: _build(folder, value, trusted) if isinstance(value, dict) and "_target_" in value else value
+        for key, value in description.items()
+    }
+    make = _find(folder, str(parts.pop("_target_")), trusted)
     try:
-        return make(**arguments)
+        return make(**parts)
     except Exception as error:
         raise UserError(f"{folder / DESCRIPTION} does not fit its architecture ({error}): export it again") from error
 

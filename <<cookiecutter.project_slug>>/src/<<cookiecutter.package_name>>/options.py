@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,7 +84,8 @@ RULES: dict[str, Number | OneOf] = {
     "checkpoint.keep_every": FROM_ZERO,
     "checkpoint.asynchronous": SWITCH,
     "checkpoint.max_failures": WHOLE,
-    "horovod.compression": OneOf(("none", "fp16")),
+    "horovod.compression": OneOf(("none", "fp16", "powersgd")),
+    "horovod.powersgd_rank": WHOLE,
     "horovod.op": OneOf(("average", "adasum")),
     "horovod.accumulation": WHOLE,
     "horovod.predivide_factor": POSITIVE,
@@ -99,7 +101,30 @@ RULES: dict[str, Number | OneOf] = {
 }
 
 
+COMPRESS_RULES: dict[str, Number | OneOf] = {
+    "compress.sparsity": Number(low=0, high=0.9999, real=True),
+    "compress.scope": OneOf(("global", "layer")),
+    "compress.schedule": OneOf(("one_shot", "gradual")),
+    "compress.rise": Number(low=0, high=1, real=True),
+    "compress.every": WHOLE,
+    "compress.rank": WHOLE,
+    "compress.energy": Number(low=0, high=1, real=True),
+    "compress.temperature": POSITIVE,
+    "compress.weight": Number(low=0, high=1, real=True),
+    "compress.feature_weight": NOT_NEGATIVE,
+    "compress.measure.batch": WHOLE,
+    "compress.measure.threads": WHOLE,
+    "compress.measure.calls": WHOLE,
+    "compress.require.max_accuracy_drop": NOT_NEGATIVE,
+    "compress.require.min_size_ratio": NOT_NEGATIVE,
+    "compress.require.min_gzip_ratio": NOT_NEGATIVE,
+}
+
 NULLABLE = {
+    "compress.rank",
+    "compress.require.max_accuracy_drop",
+    "compress.require.min_size_ratio",
+    "compress.require.min_gzip_ratio",
     "clip_norm",
     "patience",
     "data.global_batch",
@@ -113,13 +138,13 @@ NULLABLE = {
 ABSENT = object()  # an option that the chosen config groups do not have
 
 
-def check_options(config: DictConfig) -> None:
+def check_options(config: DictConfig, rules: Mapping[str, Number | OneOf] = RULES) -> None:
     """Check every option that has a rule.
 
     Raises:
         UserError: for the first option that breaks its rule, the same on every rank.
     """
-    for option, rule in RULES.items():
+    for option, rule in rules.items():
         value = OmegaConf.select(config, option, throw_on_missing=True, default=ABSENT)
         if value is ABSENT or (value is None and option in NULLABLE):
             continue

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,16 +44,27 @@ class Run:
 def train(config: DictConfig, folder: Path) -> State:
     """Build the parts of a run, train, and leave its records in `folder`."""
     run = open_run(config, folder)
+    return carry_on(run, lambda: begin(run))
+
+
+def carry_on(run: Run, begin: Callable[[], None]) -> State:
+    """Train from where the run had come to; a new one lets `begin` set its first weights."""
     with ExitStack() as closing:
         start = run.communicator.on_writer(lambda: take_folder(run, closing), "folder")
         state = run.communicator.together(lambda: plan(run, start), "plan")
         if start is not None:
             resume.restore(run.communicator, run.engine, start, state)
-        elif config.weights_from is not None:
-            report = resume.load_weights(run.communicator, run.engine, run.store, str(config.weights_from))
-            if run.communicator.writes:
-                show_table("weights", report)
+        else:
+            begin()
         return fit(run, state, resumed=start is not None)
+
+
+def begin(run: Run) -> None:
+    """Take the weights of another run if the config names one."""
+    if run.config.weights_from is not None:
+        report = resume.load_weights(run.communicator, run.engine, run.store, str(run.config.weights_from))
+        if run.communicator.writes:
+            show_table("weights", report)
 
 
 def open_run(config: DictConfig, folder: Path) -> Run:

@@ -39,6 +39,31 @@ def check_reducer(ranks: Communicator, groups: int | None, compression: str) -> 
             torch.testing.assert_close(got, wanted, rtol=tolerance, atol=tolerance)
 
 
+def check_powersgd(ranks: Communicator) -> None:
+    """Exact for gradients of few samples; else what is lost in a step stays with the ranks, to the last bit of it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 48), nn.Tanh(), nn.Linear(48, 40))
+    for rank, samples in ((8, 5), (1, 30)):
+        reducer = Reducer(model, ranks, compression="powersgd", rank=rank)
+        assert reducer.powersgd is not None
+        assert reducer.powersgd.numbers < 0.4 * sum(p.numel() for p in model.parameters())
+        inputs = torch.randn(samples, 64)
+        exact = torch.autograd.grad(model(inputs).square().sum() / 5, list(model.parameters()))
+        reducer.start(last=True)
+        gradients(model, torch.tensor_split(inputs, 2)[ranks.rank])
+        reducer.finish()
+        lost = [one.clone() for one in reducer.state()["errors"]][::-1]
+        for index, one in enumerate(lost):
+            ranks.hvd.allreduce_(one, op=ranks.hvd.Sum, name=f"lost.{index}")
+        got = [p.grad for p in model.parameters() if p.grad is not None]
+        for index, (mine, wanted) in enumerate(zip(got, exact, strict=True)):
+            whole = mine if samples == 5 or index % 2 else mine + lost[index // 2]
+            torch.testing.assert_close(whole, wanted, rtol=1e-4, atol=1e-4)
+        if samples == 30:
+            assert float(lost[0].norm()) > 0.1 * float(exact[0].norm())
+        reducer.clear()
+
+
 def check_weights(ranks: Communicator) -> None:
     """Engines start equal on all ranks; one disturbed bit on one rank is noticed and named."""
     engine = build(compose_config("data.batch_size=8"), ranks)
@@ -54,6 +79,7 @@ def main() -> None:
     check_weights(ranks)
     for groups, compression in ((None, "none"), (3, "none"), (1, "fp16")):
         check_reducer(ranks, groups, compression)
+    check_powersgd(ranks)
     if not ranks.hvd.mpi_enabled():
         expect(UserError, lambda: Reducer(nn.Linear(1, 1), ranks, op="adasum"), "adasum needs MPI")
     mean = averaged([torch.full((2,), float(ranks.rank)), torch.tensor(7)], ranks, "mean")

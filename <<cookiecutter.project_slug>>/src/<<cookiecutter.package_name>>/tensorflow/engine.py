@@ -18,11 +18,11 @@ from omegaconf import OmegaConf
 
 from ..data import Dataset
 from ..distributed import Communicator
-from ..engine import Sums
+from ..engine import Hooks, Sums
 from ..errors import UserError
 from ..sampler import Indices, Share
 from ..seeds import host_state, seed_host, set_host_state
-from ..weights import FILE, check_shapes, hash_arrays, report_shapes
+from ..weights import FILE, check_shapes, hash_arrays, load_hooks, report_shapes, save_hooks
 from .batch_norm import synchronize
 from .loader import Tensors, read_batches, read_shares
 from .optimizer import SteadySGD
@@ -76,6 +76,7 @@ class TensorFlowEngine:
             predivide_factor=horovod.predivide_factor,
             groups=horovod.groups,
         )
+        self.hooks = Hooks()
         self._own_mean = horovod.op == "adasum"
         self._shape = tuple(config.data.shape)
         self._normalize = _normalizer(config.data.normalize)
@@ -111,6 +112,7 @@ class TensorFlowEngine:
             graphs.step(inputs, labels, weight, learning_rate)
         else:
             self._finish(learning_rate)
+        self.hooks.after_step(share)
 
     def _graphs_for(self, dtype: tf.DType) -> _Graphs:
         if dtype not in self._graphs:
@@ -144,8 +146,9 @@ class TensorFlowEngine:
 
     def _backward(self, inputs: tf.Tensor, labels: tf.Tensor, weight: tf.Tensor) -> list[Any]:
         with tf.GradientTape() as tape:
-            logits = tf.cast(self.model(self._normalize(inputs), training=True), tf.float32)
-            loss = tf.reduce_sum(self._losses(logits, labels))
+            images = self._normalize(inputs)
+            logits = tf.cast(self.model(images, training=True), tf.float32)
+            loss = self.hooks.loss(tf.reduce_sum(self._losses(logits, labels)), images, logits)
             share = tf.cast(tf.size(labels), tf.float32) * weight
             total = loss * weight + sum(self.model.losses) * share  # what regularizers add counts once over all ranks
             total = self.optimizer.scale_loss(total)
@@ -232,6 +235,7 @@ class TensorFlowEngine:
             statistics(self.model), [state["arrays"] for state in rank_states]
         )
         optimizer = copies(optimizer_variables(self.optimizer))
+        hooks = self.hooks.state()
         if not all(np.isfinite(array).all() for array in weights.values() if array.dtype.kind == "f"):
             raise UserError("the weights are not finite and were not saved: lower optimizer.lr or set clip_norm")
         arrays = {
@@ -244,6 +248,7 @@ class TensorFlowEngine:
             write(optimizer, folder / OPTIMIZER)
             write(arrays, folder / RANKS)
             (folder / GENERATORS).write_text(json.dumps(plain), encoding="utf-8")
+            save_hooks(hooks, folder)
 
         return save
 
@@ -256,6 +261,7 @@ class TensorFlowEngine:
         check_shapes(shapes(steps), shapes(optimizer))
         assign(own, weights)
         assign(steps, optimizer)
+        self.hooks.restore(load_hooks(folder))
         if rank is not None:
             self._set_rank_state(ranks[rank], read(folder / RANKS), rank)
             self._set_sums([ranks[rank]["sums"]])

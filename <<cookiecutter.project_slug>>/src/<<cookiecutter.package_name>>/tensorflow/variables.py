@@ -38,7 +38,7 @@ def is_generator(variable: Any) -> bool:
 def local_variables(model: keras.Model) -> dict[str, Any]:
     """What training changes on each rank by itself: batch-norm statistics and random generators."""
     return _by_path(
-        variable for layer in _leaves(model) if layer.trainable for variable in layer.non_trainable_variables
+        variable for layer in leaves(model) if layer.trainable for variable in layer.non_trainable_variables
     )
 
 
@@ -47,12 +47,13 @@ def statistics(model: keras.Model) -> dict[str, Any]:
     return {name: variable for name, variable in local_variables(model).items() if not is_generator(variable)}
 
 
-def _leaves(layer: Any) -> Iterator[Any]:
+def leaves(layer: Any) -> Iterator[Any]:
+    """The layers of a model, with those of the models in it."""
     inner = getattr(layer, "layers", None)
     if inner is None:
         yield layer
     for one in inner or ():
-        yield from _leaves(one)
+        yield from leaves(one)
 
 
 def _by_path(variables: Iterable[Any]) -> dict[str, Any]:

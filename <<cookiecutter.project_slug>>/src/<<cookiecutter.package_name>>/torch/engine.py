@@ -19,11 +19,11 @@ from torch.nn import functional
 
 from ..data import Dataset
 from ..distributed import Communicator
-from ..engine import Sums
+from ..engine import Hooks, Sums
 from ..errors import UserError
 from ..sampler import Indices, Share
 from ..seeds import host_state, seed_host, set_host_state
-from ..weights import FILE, check_shapes, hash_arrays, report_shapes
+from ..weights import FILE, check_shapes, hash_arrays, load_hooks, report_shapes, save_hooks
 from .loader import Tensors, read_batches, read_shares
 from .reducer import Reducer, averaged, broadcast_model
 
@@ -64,7 +64,9 @@ class TorchEngine:
             op=horovod.op,
             predivide_factor=horovod.predivide_factor,
             groups=horovod.groups,
+            rank=horovod.get("powersgd_rank", 4),
         )
+        self.hooks = Hooks()
         self._own_mean = horovod.op == "adasum"
         self._forward = torch.compile(model) if config.compile else model
         self._dtype = PRECISIONS[config.precision]
@@ -103,13 +105,16 @@ class TorchEngine:
             for buffer, before in zip(self.model.buffers(), statistics, strict=True):
                 buffer.copy_(before)
         self.reducer.clear()
+        self.hooks.after_step(share)
 
     def _backward(self, inputs: Tensor, labels: Tensor, weight: float) -> Tensor:
         with self._autocast():
-            outputs = self._forward(self._to_device(inputs))
-            loss = functional.cross_entropy(
+            images = self._to_device(inputs)
+            outputs = self._forward(images)
+            plain = functional.cross_entropy(
                 outputs, self._labels(labels), reduction="sum", label_smoothing=self._smoothing
             )
+            loss: Tensor = self.hooks.loss(plain, images, outputs)
         self._scaler.scale(loss * weight).backward()  # type: ignore[no-untyped-call]
         return loss.detach()
 
@@ -157,6 +162,7 @@ class TorchEngine:
             "cuda": torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None,
             "buffers": {name: buffer.cpu().clone() for name, buffer in self.model.named_buffers()},
             "sums": (self._loss.item(), self._count),
+            "reducer": self.reducer.state(),
         }
 
     def snapshot(self, rank_states: list[dict[str, Any]]) -> Callable[[Path], None]:
@@ -167,6 +173,7 @@ class TorchEngine:
             "optimizer": self._copies.take("optimizer", self.optimizer.state_dict()),
             "scaler": self._scaler.state_dict(),
         }
+        hooks = self.hooks.state()
         self._copies.wait()
         if not all(tensor.isfinite().all() for tensor in weights.values() if tensor.is_floating_point()):
             raise UserError("the weights are not finite and were not saved: lower optimizer.lr or set clip_norm")
@@ -175,6 +182,7 @@ class TorchEngine:
             save_file({name: tensor.contiguous() for name, tensor in weights.items()}, folder / FILE)
             torch.save(training, folder / "optimizer.pt")
             torch.save(rank_states, folder / "ranks.pt")
+            save_hooks(hooks, folder)
 
         return write
 
@@ -186,6 +194,7 @@ class TorchEngine:
         self.optimizer.load_state_dict(training["optimizer"])
         for group, wanted in zip(self.optimizer.param_groups, options, strict=True):
             group.update(wanted)  # the config decides, as when a run begins
+        self.hooks.restore(load_hooks(folder))
         if training["scaler"]:
             self._scaler.load_state_dict(training["scaler"])
         if rank is not None:
@@ -221,6 +230,7 @@ class TorchEngine:
 
     def _load_rank_state(self, state: dict[str, Any]) -> None:
         set_host_state(state)
+        self.reducer.restore(state.get("reducer", {}))
         torch.set_rng_state(state["torch"])
         if state["cuda"] is not None and self.device.type == "cuda":
             torch.cuda.set_rng_state(state["cuda"], self.device)

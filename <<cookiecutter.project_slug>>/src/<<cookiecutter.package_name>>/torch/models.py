@@ -16,6 +16,8 @@ from ..errors import UserError
 from ..model_file import build_model
 from ..weights import FILE
 
+SHRINK = f"{__package__}.shrink"  # where compressed architectures are built again
+
 
 def load_model(folder: str | Path, trusted: Sequence[str] = ()) -> nn.Module:
     """The model in a folder that `export` made, on the CPU, ready to answer.
@@ -29,7 +31,7 @@ def load_model(folder: str | Path, trusted: Sequence[str] = ()) -> nn.Module:
     Raises:
         UserError: if the folder is damaged, or its architecture or weights do not fit.
     """
-    model: nn.Module = build_model(Path(folder), (__name__, *trusted))
+    model: nn.Module = build_model(Path(folder), (__name__, SHRINK, *trusted))
     try:
         load_into(model, Path(folder) / FILE)
     except (RuntimeError, SafetensorError, OSError) as error:

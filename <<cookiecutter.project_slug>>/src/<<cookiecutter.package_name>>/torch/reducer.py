@@ -16,6 +16,8 @@ from torch import Tensor, nn
 
 from ..buckets import split
 from ..distributed import Communicator, check_adasum
+from ..errors import UserError
+from .powersgd import PowerSGD
 
 
 class Reducer:
@@ -28,7 +30,8 @@ class Reducer:
     Args:
         model: Its parameters that want a gradient are reduced; their `.grad` becomes a view of a buffer.
         communicator: The ranks.
-        compression: none | fp16, what travels on the wire.
+        compression: none | fp16 | powersgd, what travels on the wire.
+        rank: Of powersgd's matrices.
         op: average | adasum.
         predivide_factor: Divides before the sum, multiplies after it.
         groups: Into how many buffers the gradients are split; None: one for each 25 MB.
@@ -43,19 +46,23 @@ class Reducer:
         op: str = "average",
         predivide_factor: float = 1.0,
         groups: int | None = None,
+        rank: int = 4,
     ) -> None:
         """Lay out the buffers and hook into backward."""
         hvd = communicator.hvd
         if op == "adasum" and communicator.size > 1:
             check_adasum(hvd, communicator.size)
+        if op == "adasum" and compression == "powersgd":
+            raise UserError("horovod.compression=powersgd adds gradients up: use it with horovod.op=average")
         self._hvd = hvd
         self._adasum = op == "adasum"
-        self._compression = getattr(hvd.Compression, compression)
+        self._compression = getattr(hvd.Compression, "none" if compression == "powersgd" else compression)
         self._scales = {"prescale_factor": 1 / predivide_factor, "postscale_factor": predivide_factor}
         self._alone = communicator.size == 1
         self._armed = False
         # Backward fills gradients from the last layer to the first.
         parameters = [p for p in model.parameters() if p.requires_grad][::-1]
+        self.powersgd = PowerSGD(parameters, communicator, rank) if compression == "powersgd" else None
         buckets = split([p.nbytes for p in parameters], [(p.dtype, p.device) for p in parameters], groups)
         self._groups = [_Group(index, [parameters[i] for i in bucket]) for index, bucket in enumerate(buckets)]
         for group in self._groups:
@@ -74,18 +81,30 @@ class Reducer:
 
     def start(self, last: bool) -> None:
         """Call before a backward; gradients travel only in the `last` one of a step."""
-        self._armed = last and not self._alone
+        self._armed = last and not self._alone and self.powersgd is None
 
     def finish(self) -> None:
         """Wait until every gradient is the sum over ranks; reduces what backward did not reach as zeros."""
         self._armed = False
         if self._alone:
             return
+        if self.powersgd is not None:
+            self.powersgd.reduce()
+            return
         for group in self._groups:
             if not group.flights:
                 self._launch(group)
         for group in self._groups:
             self._land(group)
+
+    def state(self) -> dict[str, Any]:
+        """What differs between ranks and a resumed run needs."""
+        return self.powersgd.state() if self.powersgd is not None else {}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on from what state() gave, if it fits what travels now."""
+        if self.powersgd is not None and state:
+            self.powersgd.restore(state)
 
     def clear(self) -> None:
         """Set all gradients to zero."""

@@ -1,0 +1,387 @@
+"""Make a trained model smaller: python -m <package>.compress from=runs/first compress=prune name=first-pruned.
+
+The source's own config, data and loop are used, with one or more ranks, so that a killed job goes on by itself.
+runs/<name>/ then holds:
+
+    source/         the model as it was
+    plan.json       what was decided: parent, recipe, the new architecture
+    checkpoints/    of the fine-tuning; the tag `artefact` is the one with the result and its lineage
+    artefact/       the result, one file or folder
+    report.json, report.png
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import hydra
+import numpy as np
+from hydra import compose
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf, open_dict
+
+from .build import open_data, open_store
+from .changes import flat
+from .checkpoint import META, Checkpoint, Store
+from .data import normalized
+from .distributed import Communicator, launched_rank, open_communicator
+from .engine import Engine, Hooks, open_engine
+from .errors import UserError, end_well
+from .evaluate import load_all, read_config
+from .manifest import MANIFEST, sha256, write_durably
+from .model_file import export_model
+from .options import COMPRESS_RULES, check_options
+from .pruning import Layers, Pruning
+from .report import BLOCK, QUANTIZED, Report, measure_apart, trusted_packages
+from .runtime import Floats
+from .tracking import open_log
+from .train import Run, carry_on, open_run
+from .weights import FILE
+
+PLAN = "plan.json"
+TAG = "artefact"
+REBUILT = ("channels", "low_rank", "qat")  # methods that change the architecture
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the writing rank has decided, the same on every rank.
+
+    Attributes:
+        parent: The checkpoint that it begins from.
+        parent_sha256: Of its weights.
+        recipe: The options of compress.
+        model: The config of the new model.
+        remarks: For the report.
+    """
+
+    parent: str
+    parent_sha256: str
+    recipe: dict[str, Any]
+    model: dict[str, Any]
+    remarks: list[str]
+
+
+def compress(config: DictConfig, folder: Path) -> Path:
+    """Carry out one compression, or a series of them; returns the report."""
+    check_options(config, COMPRESS_RULES)
+    steps = _series(config)
+    if not steps:
+        return compress_once(config, folder)
+    return compress_series(steps, config, folder)
+
+
+def compress_once(config: DictConfig, folder: Path) -> Path:
+    """Plan, fine-tune, write the artefact, measure it, put it into the store; what is done already is not done again.
+
+    Raises:
+        UserError: among others, if the result misses what compress.require asks for.
+    """
+    open_log(folder, launched_rank())
+    training = training_config(config)
+    communicator = open_communicator(training.engine, training.horovod)
+    plan = _agree_on_plan(config, training, communicator, folder)
+    with open_dict(training):
+        training.model, training.compress = plan.model, plan.recipe
+    store = open_store(training, folder)
+    report = communicator.on_writer(lambda: Report.read(folder), "report")
+    if report is None:
+        if config.compress.finetune is None:
+            quantize(training, folder, plan, communicator)
+        else:
+            finetune(training, folder, plan)
+        report = communicator.on_writer(lambda: finish(training, folder, store, plan), "artefact")
+    if report.missed:
+        raise UserError(f"{report.missed}: the result lies in {folder / 'rejected'}", agreed=True)
+    return folder / "report.json"
+
+
+def _agree_on_plan(config: DictConfig, training: DictConfig, communicator: Communicator, folder: Path) -> Plan:
+    engine = open_engine(training, communicator)  # as the source: what it claims comes before any collective
+    return communicator.on_writer(lambda: make_plan(config, training, engine, folder), "plan")
+
+
+def training_config(config: DictConfig) -> DictConfig:
+    """The source's config with the options of compress.finetune over it."""
+    wanted = flat(OmegaConf.to_container(config.compress.finetune)) if config.compress.finetune else ()
+    changes = [f"{key}={json.dumps(value)}" for key, value in wanted if value is not None]
+    training = read_config(Path(config["from"]), changes)
+    with open_dict(training):
+        training.name, training.resume, training.weights_from = config.name, config.resume, None
+        training.pop("compress", None)
+    return training
+
+
+# What is decided once, on the writing rank
+
+
+def make_plan(config: DictConfig, training: DictConfig, engine: Engine, folder: Path) -> Plan:
+    """Read plan.json, or verify the source, keep a copy of its model and decide."""
+    recipe = _plain(config.compress)
+    if (folder / PLAN).exists():
+        plan = Plan(**json.loads((folder / PLAN).read_text("utf-8")))
+        if plan.recipe != recipe:
+            raise UserError(f"{folder} was begun with other options: set them back, or use another name=...")
+        return plan
+    parent = Store(Path(config["from"]) / "checkpoints").find_good(config.from_checkpoint).folder
+    load_all(engine, parent)
+    shutil.rmtree(folder / "source", ignore_errors=True)
+    export_model(parent, folder / "source")
+    model, remarks = _decide(config, training, engine, folder)
+    plan = Plan(str(parent.resolve()), sha256(parent / FILE), recipe, model, remarks)
+    write_durably(folder / f"{PLAN}.tmp", json.dumps(vars(plan), indent=2))
+    (folder / f"{PLAN}.tmp").rename(folder / PLAN)
+    return plan
+
+
+def _decide(config: DictConfig, training: DictConfig, engine: Engine, folder: Path) -> tuple[dict[str, Any], list[str]]:
+    """The config of the new model, and remarks."""
+    options, model = config.compress, _plain(training.model)
+    if options.method == "distill":
+        whole = OmegaConf.merge(training, {"model": None})
+        whole.model = _plain(options.student)
+        return _plain(whole.model, resolve=True), []
+    wing = wing_of(training.engine, options.method)
+    if options.method == "prune":
+        return model, _left_dense(wing.layers(engine, list(options.layers), list(options.skip)), options)
+    if options.method not in REBUILT:
+        return model, []
+    (folder / "start").mkdir(exist_ok=True)
+    return wing.new_model(engine, model, options, training.data, folder / "start")  # type: ignore[no-any-return]
+
+
+def _left_dense(layers: Layers, options: Any) -> list[str]:
+    if options.pattern != "2:4":
+        return []
+    shapes = {name: array.shape for name, array in layers.weights().items()}
+    odd = [name for name, shape in shapes.items() if shape[layers.input_axis] % 4]
+    return [f"left dense, since 2:4 needs a multiple of 4 inputs: {', '.join(odd)}"] if odd else []
+
+
+def wing_of(engine: str, method: str) -> Any:
+    """The wing that has a method.
+
+    Raises:
+        UserError: if it does not.
+    """
+    name = f".{engine}.compress"
+    wing = import_module(name, __package__) if find_spec(name, __package__) else None
+    if wing is None or (method in REBUILT and method not in wing.REBUILT):
+        raise UserError(f"compress={method} is not there for {engine} models: docs/compress.md says what is")
+    return wing
+
+
+# Training
+
+
+def finetune(training: DictConfig, folder: Path, plan: Plan) -> None:
+    """Train in the run's folder from the plan's start, or from where an earlier job was stopped."""
+    run = open_run(training, folder)
+    hooks = run.communicator.together(lambda: open_hooks(run, plan), "hooks")
+    run.engine.hooks = hooks
+
+    def begin() -> None:
+        start = folder / ("start" if plan.recipe["method"] in REBUILT else "source")
+        if plan.recipe["method"] != "distill":
+            run.communicator.together(lambda: load_all(run.engine, start), "start")
+        if isinstance(hooks, Pruning):
+            hooks.begin()
+
+    if not (folder / "artefact").exists():
+        carry_on(run, begin)
+
+
+def open_hooks(run: Run, plan: Plan) -> Hooks:
+    """What the plan's method adds to the training."""
+    options = OmegaConf.create(plan.recipe)
+    if options.method == "prune":
+        layers = wing_of(run.config.engine, "prune").layers(run.engine, list(options.layers), list(options.skip))
+        return Pruning(layers, run.communicator, options, len(run.splits.train), run.config.epochs)
+    if options.method == "distill":
+        teacher = json.loads((run.folder / "source" / "model.json").read_text("utf-8"))["model"]
+        make: Callable[..., Hooks] = wing_of(run.config.engine, "distill").distillation
+        return make(run.engine, teacher, run.folder / "source", options, run.config.data)
+    return Hooks()
+
+
+# The result
+
+
+def finish(training: DictConfig, folder: Path, store: Store, plan: Plan) -> Report:
+    """Write the artefact, measure it in a process of its own, and publish it with its lineage."""
+    checkpoint = None
+    if training.compress.finetune is not None:
+        checkpoint = store.find_good(_pick(plan))
+    if not (folder / "artefact").exists():
+        assert checkpoint is not None
+        _write_artefact(training, folder, checkpoint)
+    report = measure_apart(folder)
+    if report.missed:
+        shutil.rmtree(folder / "rejected", ignore_errors=True)
+        (folder / "artefact").rename(folder / "rejected")
+    else:
+        _publish(store, folder, checkpoint, plan, report)
+    report.write(folder)
+    return report
+
+
+def _pick(plan: Plan) -> str:
+    """The best one by validation accuracy, as the source was; the last one where sparsity was still rising before."""
+    return "latest" if plan.recipe.get("schedule") == "gradual" else "best"
+
+
+def _write_artefact(training: DictConfig, folder: Path, checkpoint: Checkpoint) -> None:
+    making = _empty(folder / ".artefact")
+    if training.compress.method == "qat":
+        trained = _empty(folder / ".trained") / "model"
+        export_model(checkpoint.folder, trained)
+        wing, trusted = wing_of(training.engine, "qat"), trusted_packages(training.model)
+        wing.convert_trained(trained, making / "model.onnx", training.data.shape, training.compress, trusted)
+        shutil.rmtree(trained.parent)
+    else:
+        export_model(checkpoint.folder, making / "model")
+    making.rename(folder / "artefact")
+
+
+def _empty(folder: Path) -> Path:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    return folder
+
+
+def quantize(training: DictConfig, folder: Path, plan: Plan, communicator: Communicator) -> None:
+    """Write the artefact without any training; each rank shows the model its part of the calibration samples."""
+    options = training.compress
+    if communicator.on_writer(lambda: (folder / "artefact").exists(), "artefact"):
+        return
+    name = f".{training.engine}.quantize"
+    if find_spec(name, __package__) is None:
+        raise UserError(f"compress={options.kind} is not there for {training.engine} models", agreed=True)
+    wing = import_module(name, __package__)
+    communicator.on_writer(lambda: _prepare_folder(training, folder), "folder")
+    done = wing.post_training(
+        folder / "source",
+        folder / ".artefact" / f"model{wing.METHODS.get(options.kind, ('',))[0]}",
+        options.kind,
+        _calibration(training, communicator),
+        communicator,
+        skip=list(options.skip),
+        trusted=trusted_packages(training.model),
+    )
+    communicator.on_writer(lambda: _settle(folder, done), "artefact")
+
+
+def _settle(folder: Path, done: dict[str, Any]) -> None:
+    (folder / QUANTIZED).write_text(json.dumps(done, indent=2), encoding="utf-8")
+    (folder / ".artefact").rename(folder / "artefact")
+
+
+def _prepare_folder(training: DictConfig, folder: Path) -> None:
+    _empty(folder / ".artefact")
+    (folder / ".hydra").mkdir(exist_ok=True)
+    OmegaConf.save(training, folder / ".hydra" / "config.yaml")
+
+
+def _calibration(training: DictConfig, communicator: Communicator) -> Iterator[Floats]:
+    """This rank's batches of training samples."""
+    data = communicator.together(lambda: open_data(training), "data").train
+    chosen = np.random.default_rng(training.seed).permutation(len(data))[: training.compress.samples]
+    mine = np.array_split(chosen, communicator.size)[communicator.rank]
+    for start in range(0, len(mine), BLOCK):
+        yield normalized(data.fetch(mine[start : start + BLOCK], 0)[0], training.data.normalize)
+
+
+def _publish(store: Store, folder: Path, checkpoint: Checkpoint | None, plan: Plan, report: Report) -> None:
+    """A checkpoint with the artefact and where it came from; it can be resumed from as the one that it was made of."""
+    if TAG in store.pointers():
+        return
+    after = report.models["after"]
+
+    def write(target: Path) -> None:
+        for file in (*checkpoint.folder.iterdir(),) if checkpoint else ():
+            if file.name not in (META, MANIFEST):
+                shutil.copyfile(file, target / file.name)
+        shutil.copytree(folder / "artefact", target / "artefact")
+
+    lineage = {"parent": plan.parent, "parent_sha256": plan.parent_sha256, "sha256": after["sha256"]}
+    meta = {
+        **({key: value for key, value in checkpoint.meta.items() if key != "parent"} if checkpoint else {}),
+        "metrics": {"val/accuracy": after["accuracy"]},
+        "artefact": {**lineage, "recipe": plan.recipe},
+    }
+    with store.lock():
+        if checkpoint:
+            store.resumed_from(checkpoint)
+        store.tag(TAG, store.publish(checkpoint.step if checkpoint else 0, write, meta))
+
+
+# Several in a row
+
+
+def _series(config: DictConfig) -> list[tuple[str, list[str]]]:
+    """The names and options of the compressions that the config asks for; none if it is a single one."""
+    options = config.compress
+    if options.get("steps"):
+        return [(_step_name(number, step), shlex.split(step)) for number, step in enumerate(options.steps, 1)]
+    if not options.get("sweep"):
+        return []
+    knob = next((name for name in ("sparsity", "energy") if name in options), None)
+    if knob is None:
+        raise UserError(f"compress.sweep needs a method with a sparsity or energy, not {options.method}")
+    own = [item for item in HydraConfig.get().overrides.task if not item.startswith(("compress.sweep", "name="))]
+    return [(f"{knob}-{value}", [*own, "compress.sweep=null", f"compress.{knob}={value}"]) for value in options.sweep]
+
+
+def _step_name(number: int, step: str) -> str:
+    choice = re.search(r"\bcompress=(\w+)", step)
+    if choice is None or choice[1].startswith("chain"):
+        raise UserError(f"step {number} of compress.steps is {step!r}: it must say what to do, as in compress=prune")
+    return f"{number}-{choice[1]}"
+
+
+def compress_series(steps: list[tuple[str, list[str]]], config: DictConfig, folder: Path) -> Path:
+    """Carry them out in folders of their own, each on the last one's result in a chain, then compare all."""
+    chain = bool(config.compress.get("steps"))
+    source, which = str(config["from"]), str(config.from_checkpoint)
+    for name, overrides in steps:
+        own = [f"from={source}", f"from_checkpoint={which}", f"name={config.name}/{name}", f"resume={config.resume}"]
+        single = compose("compress", [*overrides, *own])
+        check_options(single, COMPRESS_RULES)
+        compress_once(single, folder / name)
+        if chain:
+            source, which = str(folder / name), TAG
+    communicator = _communicator(folder / steps[0][0])
+    communicator.on_writer(lambda: measure_apart(folder, [name for name, _ in steps]).write(folder), "series")
+    return folder / "report.json"
+
+
+def _communicator(run: Path) -> Communicator:
+    training = read_config(run, [])
+    return open_communicator(training.engine, training.horovod)
+
+
+def _plain(node: Any, resolve: bool = False) -> Any:
+    return OmegaConf.to_container(node, resolve=resolve) if OmegaConf.is_config(node) else node
+
+
+@hydra.main(version_base="1.3", config_path="conf", config_name="compress")
+def main(config: DictConfig) -> None:
+    """Hydra's entry."""
+    folder = Path(HydraConfig.get().runtime.output_dir)
+    end_well(lambda: compress(config, folder), launched_rank)
+
+
+if __name__ == "__main__":
+    # conf/checkpoint/ is a group of train.yaml: Hydra would look for a choice in it.
+    sys.argv = [re.sub("^checkpoint=", "from_checkpoint=", argument) for argument in sys.argv]
+    end_well(main, launched_rank)

@@ -1,0 +1,115 @@
+"""Pruning while the engine trains: masks chosen on one rank, held on all of them after each step."""
+
+from __future__ import annotations
+
+from fnmatch import fnmatch
+from typing import Any, Protocol
+
+import numpy.typing as npt
+
+from . import masks
+from .distributed import Communicator
+from .engine import Hooks
+from .errors import UserError
+from .masks import Masks, Weights
+from .sampler import Share
+
+
+class Layers(Protocol):
+    """The weights of one engine's model that may be pruned, by their names in the weights' file."""
+
+    input_axis: int
+
+    def weights(self) -> Weights:
+        """Copies as they are now."""
+
+    def hold(self, chosen: Masks) -> None:
+        """Take these masks and set what they switch off to zero."""
+
+    def apply(self) -> None:
+        """Set it to zero again."""
+
+
+class Pruning(Hooks):
+    """Keeps pruned weights at zero, and chooses which these are.
+
+    Args:
+        layers: What is pruned.
+        communicator: The ranks.
+        options: compress: pattern, sparsity, scope, schedule, every.
+        samples: Training samples of one epoch.
+        epochs: How many there are to be; a gradual rise ends after `rise` of them.
+    """
+
+    def __init__(self, layers: Layers, communicator: Communicator, options: Any, samples: int, epochs: float) -> None:
+        self._layers = layers
+        self._communicator = communicator
+        self._options = options
+        self._samples = samples
+        self._epochs = epochs
+        self._gradual = options.pattern == "free" and options.schedule == "gradual"
+        self._rise = options.rise * epochs if self._gradual else 0.0
+        self._steps = 0
+        self.masks: Masks = {}
+
+    def begin(self) -> None:
+        """Choose the first masks."""
+        self._choose(0.0 if self._gradual else 1.0)
+
+    def check(self) -> None:
+        """Prove that all ranks hold the same masks."""
+        masks.check(self.masks, self._communicator)
+
+    def after_step(self, share: Share) -> None:
+        """Hold the masks; while sparsity rises, choose them anew now and then."""
+        self._steps += 1
+        before, now = (place.epoch + place.offset / self._samples for place in (share.start, share.end))
+        if before < self._rise and (self._steps % self._options.every == 0 or now >= self._rise):
+            self._choose(now / self._rise)
+        else:
+            self._layers.apply()
+
+    def _choose(self, progress: float) -> None:
+        weights = self._layers.weights()
+        bits = self._communicator.on_writer(lambda: masks.pack(self._chosen(weights, progress)), "masks")
+        self.hold(masks.unpack(bits, {name: array.shape for name, array in weights.items()}))
+
+    def _chosen(self, weights: Weights, progress: float) -> Masks:
+        if self._options.pattern == "2:4":
+            return masks.two_of_four(weights, self._layers.input_axis)
+        return masks.smallest_off(weights, masks.cubic(progress, self._options.sparsity), self._options.scope)
+
+    def hold(self, chosen: Masks) -> None:
+        """Take masks, the same on all ranks."""
+        self.masks = chosen
+        self._layers.hold(chosen)
+        self.check()
+
+    def state(self) -> dict[str, npt.NDArray[Any]]:
+        """The masks, one bit a weight."""
+        return dict(masks.pack(self.masks))
+
+    def restore(self, state: dict[str, npt.NDArray[Any]]) -> None:
+        """Take the masks of a checkpoint."""
+        shapes = {name: array.shape for name, array in self._layers.weights().items()}
+        self._layers.hold(masks.unpack(state, shapes))
+        self.masks = masks.unpack(state, shapes)
+
+
+def select(names: list[str], wanted: list[str], skip: list[str]) -> list[str]:
+    """The layers that a pattern of `wanted` matches and none of `skip`.
+
+    Raises:
+        UserError: if a pattern matches no layer, or nothing is left.
+    """
+    for pattern in (*wanted, *skip):
+        if not any(fnmatch(name, pattern) for name in names):
+            raise UserError(f"no layer is called {pattern}: there are {', '.join(names)}")
+    chosen = [
+        name
+        for name in names
+        if any(fnmatch(name, one) for one in wanted) and not any(fnmatch(name, one) for one in skip)
+    ]
+    if not chosen:
+        raise UserError(f"compress.skip={skip} leaves no layer: there are {', '.join(names)}")
+    return chosen

@@ -1,0 +1,314 @@
+"""What a compression has brought: python -m <package>.report runs/first-pruned measures it again, on this machine.
+
+Every figure comes from the written files, loaded again in a process that has done nothing else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from omegaconf import DictConfig, OmegaConf
+from rich.console import Console
+from rich.table import Table
+
+from .build import open_data
+from .data import Dataset, normalized
+from .errors import UserError, end_well
+from .manifest import write_durably
+from .runtime import Floats, Predictor, load_predictor, weigh
+from .weights import FILE
+
+FIGURES = "report.json"
+QUANTIZED = "quantized.json"
+BLOCK = 256  # samples at once when answers are compared
+WARM_UP = 10  # calls
+FEATURES = ("avx2", "avx512f", "avx512_vnni", "avx_vnni", "amx_int8", "asimd")
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Report:
+    """Figures of a source and what was made of it.
+
+    Attributes:
+        models: Rows by name; the first is the source.
+        setting: How they were measured.
+        lineage: Parent checkpoint, its SHA-256 and the recipe.
+        remarks: What else to know.
+        missed: What compress.require asks for and the result does not have, as a sentence; empty if nothing.
+    """
+
+    models: dict[str, Row]
+    setting: dict[str, Any]
+    lineage: dict[str, Any] = field(default_factory=dict)
+    remarks: list[str] = field(default_factory=list)
+    missed: str = ""
+
+    @classmethod
+    def read(cls, folder: Path) -> Report | None:
+        """The report in a folder, if there is one."""
+        file = folder / FIGURES
+        return cls(**json.loads(file.read_text("utf-8"))) if file.exists() else None
+
+    def write(self, folder: Path) -> None:
+        """Write report.json and report.png, and print the table."""
+        draw(self, folder / "report.png")
+        write_durably(folder / f"{FIGURES}.tmp", json.dumps(vars(self), indent=2))
+        os.replace(folder / f"{FIGURES}.tmp", folder / FIGURES)
+        show(self)
+
+
+def measure_apart(folder: Path, series: Sequence[str] = ()) -> Report:
+    """Measure in a process of its own, which no training has warmed, threaded or filled.
+
+    Args:
+        folder: Of a compression, or of several.
+        series: The names of the several.
+
+    Raises:
+        UserError: what that process says.
+    """
+    command = [sys.executable, "-m", f"{__package__}.report", "--json", str(folder), *series]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if result.returncode:
+        last = (result.stderr.strip().splitlines() or ["it said nothing"])[-1]
+        raise UserError(last.removeprefix("error: "))
+    return Report(**json.loads(result.stdout.strip().splitlines()[-1]))
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A written model: `path` is measured, `model` is the model folder that says its layers."""
+
+    path: Path
+    model: Path
+
+
+def measure(folder: Path, series: Sequence[str] = ()) -> Report:
+    """Load the source and the artefacts made of it and measure them by turns."""
+    runs = [folder / name for name in series] or [folder]
+    config = OmegaConf.load(runs[0] / ".hydra" / "config.yaml")
+    assert isinstance(config, DictConfig)
+    plans = {run: json.loads((run / "plan.json").read_text("utf-8")) for run in runs}
+    entries = {"before": Entry(runs[0] / "source", runs[0] / "source")}
+    entries |= {run.name if series else "after": _entry(run) for run in runs}
+    rows = _measure_all(entries, config)
+    return Report(
+        models=rows,
+        setting=_setting(config),
+        lineage={key: plans[runs[0]][key] for key in ("parent", "parent_sha256")}
+        | {"recipe": [plan["recipe"] for plan in plans.values()] if series else plans[folder]["recipe"]},
+        remarks=[remark for run, plan in plans.items() for remark in (*plan["remarks"], *_left_in_float(run))],
+        missed="" if series else _missed(rows, config.compress.require),
+    )
+
+
+def _left_in_float(run: Path) -> list[str]:
+    """What a quantization has left as it was, and why."""
+    file = run / QUANTIZED
+    kept = json.loads(file.read_text("utf-8")).get("fp32", {}) if file.exists() else {}
+    return [f"not quantized: {', '.join(f'{name} ({reason})' for name, reason in kept.items())}"] if kept else []
+
+
+def _entry(run: Path) -> Entry:
+    home = run / "artefact" if (run / "artefact").exists() else run / "rejected"
+    path = next(iter(home.iterdir()))
+    return Entry(path, path if (path / FILE).exists() else run / "source")
+
+
+def _measure_all(entries: Mapping[str, Entry], config: DictConfig) -> dict[str, Row]:
+    how, validation = config.compress.measure, open_data(config).validation
+    trusted = trusted_packages(config.model)
+    predictors = {name: load_predictor(entry.path, how.threads, trusted) for name, entry in entries.items()}
+    inputs, labels = _samples(validation, config.data.normalize)
+    said = {name: answers(predictor, inputs, name) for name, predictor in predictors.items()}
+    times = _latencies(list(predictors.values()), np.resize(inputs, (how.batch, *inputs.shape[1:])), how.calls)
+    first = next(iter(said.values()))
+    rows: dict[str, Row] = {}
+    for (name, entry), milliseconds in zip(entries.items(), times, strict=True):
+        weighed = weigh(entry.path)
+        rows[name] = {
+            "path": str(entry.path),
+            "runtime": weighed.runtime,
+            "bytes": weighed.size,
+            "gzipped": weighed.gzipped,
+            "sha256": weighed.sha256,
+            "accuracy": float((said[name] == labels).mean()),
+            "agreement": float((said[name] == first).mean()),
+            "p50_ms": float(np.percentile(milliseconds, 50)),
+            "p95_ms": float(np.percentile(milliseconds, 95)),
+            **import_module(f".{config.engine}.measure", __package__).count(entry.model, config.data.shape, trusted),
+            **_sparsity(entry),
+        }
+    return rows
+
+
+def trusted_packages(model: Any) -> tuple[str, ...]:
+    """The packages that the config of a model names, which its owner has written."""
+    return tuple(sorted({target.partition(".")[0] for target in _targets(model)}))
+
+
+def _targets(node: Any) -> list[str]:
+    """Every _target_ in a config of a model."""
+    if not isinstance(node, Mapping):
+        return []
+    inner = [target for value in node.values() for target in _targets(value)]
+    return [*inner, *([str(node["_target_"])] if "_target_" in node else [])]
+
+
+def _samples(validation: Dataset, normalize: Any) -> tuple[Floats, npt.NDArray[Any]]:
+    """The whole validation part, as artefacts take it."""
+    inputs, labels = validation.fetch(np.arange(len(validation)), 0)
+    return normalized(inputs, normalize), labels
+
+
+def answers(predictor: Predictor, inputs: Floats, name: str) -> npt.NDArray[np.int64]:
+    """The class that a model says for each input."""
+    logits = np.concatenate([predictor(inputs[start : start + BLOCK]) for start in range(0, len(inputs), BLOCK)])
+    if not np.isfinite(logits).all():
+        raise UserError(f"the model {name} compression answers with NaN: compress less, or fine-tune with a lower rate")
+    best: npt.NDArray[np.int64] = logits.argmax(axis=1)
+    return best
+
+
+def _latencies(predictors: Sequence[Predictor], batch: Floats, calls: int) -> npt.NDArray[np.float64]:
+    """Milliseconds of each call of each predictor, which take turns so that all see the same machine."""
+    times = np.zeros((len(predictors), WARM_UP + calls))
+    for call in range(WARM_UP + calls):
+        for index, predictor in enumerate(predictors):
+            began = time.perf_counter()
+            predictor(batch)
+            times[index, call] = 1000 * (time.perf_counter() - began)
+    return times[:, WARM_UP:]
+
+
+def _sparsity(entry: Entry) -> Row:
+    """The fraction of zeros in each weight of two or more dimensions, counted in the file."""
+    if entry.path != entry.model:
+        return {"sparsity": None, "layers": {}}
+    from safetensors.numpy import load_file
+
+    weights = {name: array for name, array in load_file(entry.path / FILE).items() if array.ndim > 1}
+    layers = {name: float((array == 0).mean()) for name, array in weights.items()}
+    total = sum(array.size for array in weights.values())
+    zeros = sum(int((array == 0).sum()) for array in weights.values())
+    return {"sparsity": zeros / total, "layers": layers}
+
+
+def _setting(config: DictConfig) -> Row:
+    how = config.compress.measure
+    return {
+        "batch": how.batch,
+        "threads": how.threads,
+        "calls": how.calls,
+        "processor": _cpuinfo("model name"),
+        "features": [one for one in FEATURES if one in _cpuinfo("flags").split()],
+        "counted": "macs: multiplications of convolutions and dense layers for one sample, zeros included",
+    }
+
+
+def _cpuinfo(key: str) -> str:
+    lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith(key)), "")
+
+
+def _missed(rows: Mapping[str, Row], wanted: Any) -> str:
+    before, after = rows["before"], rows["after"]
+    drop = before["accuracy"] - after["accuracy"]
+    if wanted.max_accuracy_drop is not None and drop > wanted.max_accuracy_drop:
+        return f"accuracy fell by {drop:.4f} and compress.require.max_accuracy_drop is {wanted.max_accuracy_drop}"
+    for option, key in (("min_size_ratio", "bytes"), ("min_gzip_ratio", "gzipped")):
+        ratio = before[key] / after[key]
+        if wanted[option] is not None and ratio < wanted[option]:
+            return f"{key} shrank {ratio:.2f} times and compress.require.{option} is {wanted[option]}"
+    return ""
+
+
+LINES: tuple[tuple[str, str, str], ...] = (
+    ("accuracy", "accuracy", "{:.2%}"),
+    ("same answer", "agreement", "{:.2%}"),
+    ("bytes", "bytes", "{:,}"),
+    ("gzipped", "gzipped", "{:,}"),
+    ("parameters", "parameters", "{:,}"),
+    ("MACs", "macs", "{:,}"),
+    ("zeros", "sparsity", "{:.2%}"),
+    ("p50 ms", "p50_ms", "{:.3f}"),
+    ("p95 ms", "p95_ms", "{:.3f}"),
+)
+
+
+def show(report: Report) -> None:
+    """Print the table."""
+    setting = report.setting
+    title = f"batch {setting['batch']}, {setting['threads']} threads, {setting['processor']}"
+    table = Table("", *report.models, title=title)
+    for name, key, form in LINES:
+        cells = [row[key] for row in report.models.values()]
+        table.add_row(name, *("" if cell is None else form.format(cell) for cell in cells))
+    Console().print(table)
+    for remark in report.remarks:
+        print(remark)
+
+
+def draw(report: Report, picture: Path) -> None:
+    """Accuracy over size and over time; the line joins those that no other one beats in both."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 4), layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = (("gzipped", "kB gzipped", 1e-3), ("macs", "thousand MACs", 1e-3), ("p50_ms", "ms per call (median)", 1.0))
+    for axes, (key, label, factor) in zip(figure.subplots(1, 3, sharey=True), panels, strict=True):
+        points = [(row[key] * factor, 100 * row["accuracy"], name) for name, row in report.models.items()]
+        for x, y, name in points:
+            axes.plot(x, y, "o")
+            axes.annotate(name, (x, y), textcoords="offset points", xytext=(5, 5))
+        axes.plot(*zip(*front([(x, y) for x, y, _ in points]), strict=True), color="gray", zorder=0)
+        axes.set(xlabel=label)
+        axes.grid(alpha=0.3)
+    figure.axes[0].set(ylabel="validation accuracy, %")
+    figure.savefig(picture, dpi=120)
+
+
+def front(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The points of which no other has both a smaller first and a larger second value (Pareto)."""
+    kept: list[tuple[float, float]] = []
+    for x, y in sorted(points, key=lambda point: (point[0], -point[1])):
+        if not kept or y > kept[-1][1]:
+            kept.append((x, y))
+    return kept
+
+
+def main() -> None:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="the folder that a compression has made")
+    parser.add_argument("series", nargs="*", help="the folders in it to compare; default: all of a chain or sweep")
+    parser.add_argument("--json", action="store_true", help="print JSON and write nothing")
+    options = parser.parse_args()
+    if options.json:
+        print(json.dumps(vars(measure(options.folder, options.series))))
+        return
+    old = Report.read(options.folder)
+    if old is None:
+        raise UserError(f"{options.folder} has no {FIGURES}: name the folder of a finished compression")
+    single = (options.folder / "plan.json").exists()
+    measure(options.folder, options.series or [*old.models][1:] if not single else ()).write(options.folder)
+
+
+if __name__ == "__main__":
+    end_well(main, lambda: 0)

@@ -1,0 +1,74 @@
+"""Distillation: a student learns from the answers of a trained teacher besides the labels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ..engine import Hooks
+from ..errors import UserError
+
+
+class Distillation(Hooks):
+    """weight x T^2 x KL(teacher || student) + (1 - weight) x cross-entropy (Hinton et al. 2015, arXiv:1503.02531).
+
+    With `features` the mean squared difference of the named layers' outputs is added (Romero et al. 2014,
+    arXiv:1412.6550); they must be of one shape in both models.
+
+    Args:
+        teacher: On every rank, on the student's device; not trained.
+        student: The engine's model.
+        options: compress: temperature, weight, features, feature_weight.
+    """
+
+    def __init__(self, teacher: nn.Module, student: nn.Module, options: Any) -> None:
+        self._teacher = teacher.eval().requires_grad_(False)
+        self._temperature = float(options.temperature)
+        self._weight = float(options.weight)
+        self._feature_weight = float(options.feature_weight)
+        self._taught = {name: _Ear(teacher, name, "teacher") for name in options.features}
+        self._learned = {name: _Ear(student, name, "student") for name in options.features}
+
+    def loss(self, plain: Tensor, inputs: Tensor, outputs: Tensor) -> Tensor:
+        """Summed over the batch, as the cross-entropy is."""
+        with torch.no_grad():
+            answers = self._teacher(inputs)
+        temperature = self._temperature
+        wanted = functional.log_softmax(answers.float() / temperature, dim=1)
+        given = functional.log_softmax(outputs.float() / temperature, dim=1)
+        soft = functional.kl_div(given, wanted, reduction="sum", log_target=True) * temperature**2
+        return self._weight * soft + (1 - self._weight) * plain + self._feature_weight * self._difference()
+
+    def _difference(self) -> Tensor | float:
+        """Summed over samples, each layer's own mean over its values."""
+        total: Tensor | float = 0.0
+        for name, learned in self._learned.items():
+            have, want = learned.heard(), self._taught[name].heard()
+            if have.shape != want.shape:
+                raise UserError(
+                    f"compress.features: {name} gives {tuple(have.shape)} in the student and {tuple(want.shape)} in"
+                    " the teacher: name layers of one shape"
+                )
+            total = total + (have.float() - want.float()).square().flatten(1).mean(dim=1).sum()
+        return total
+
+
+class _Ear:
+    """Keeps what a layer last gave."""
+
+    def __init__(self, model: nn.Module, name: str, whose: str) -> None:
+        layers = dict(model.named_modules())
+        if name not in layers:
+            raise UserError(f"compress.features: the {whose} has no layer {name}: there are {', '.join(layers)}")
+        self._last: Tensor | None = None
+        layers[name].register_forward_hook(self._keep)
+
+    def _keep(self, layer: nn.Module, inputs: Any, output: Tensor) -> None:
+        self._last = output
+
+    def heard(self) -> Tensor:
+        assert self._last is not None
+        return self._last

@@ -1,0 +1,152 @@
+"""Compression of a trained model: what is reported is what lies in the files, and a killed job goes on."""
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from compress_helpers import alone, command, compress_config, make_source, report_of, run_compress, zeros_in
+from jobs import ENGINES, RANKS, run_ranks, wait_for_training
+
+from << cookiecutter.package_name >>.checkpoint import Store
+from << cookiecutter.package_name >>.compress import compress
+from << cookiecutter.package_name >>.errors import UserError
+from << cookiecutter.package_name >>.masks import cubic, pack, smallest_off, two_of_four, unpack
+from << cookiecutter.package_name >>.report import answers, front
+
+EPOCHS = "compress.finetune.epochs=4"
+
+
+@pytest.fixture(scope="module", params=ENGINES)
+def source(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A trained run of each engine in turn."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TESTED_ENGINE", request.param)
+        yield make_source(tmp_path_factory.mktemp(request.param) / "source")
+
+
+def test_masks_switch_off_the_smallest() -> None:
+    weights = {"a": np.array([[0.1, -5.0], [0.2, 3.0]]), "b": np.array([[9.0, -0.3]])}
+    everywhere = smallest_off(weights, 0.5, "global")
+    assert everywhere["a"].tolist() == [[False, True], [False, True]]
+    assert everywhere["b"].tolist() == [[True, False]]
+    assert smallest_off(weights, 0.5, "layer")["a"].tolist() == [[False, True], [False, True]]
+    assert all((unpack(pack(everywhere), {"a": (2, 2), "b": (1, 2)})[name] == everywhere[name]).all() for name in "ab")
+    with pytest.raises(UserError, match=r"leaves nothing of a"):
+        smallest_off({"a": np.ones((2, 2)), "b": np.full((2, 2), 5.0)}, 0.5, "global")
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_two_of_four_along_the_inputs(axis: int) -> None:
+    weight = np.random.default_rng(0).random((8, 8, 3))
+    mask = two_of_four({"a": weight, "odd": weight[:7, :7]}, axis)
+    assert [*mask] == ["a"]
+    fours = np.moveaxis(mask["a"], axis, -1).reshape(-1, 4)
+    assert (fours.sum(axis=1) == 2).all()
+    kept = np.where(mask["a"], weight, 0).sum()
+    assert kept > np.where(mask["a"], 0, weight).sum()
+
+
+def test_the_cubic_rise_is_the_papers() -> None:
+    assert cubic(0, 0.8) == 0
+    assert cubic(0.5, 0.8) == pytest.approx(0.8 * (1 - 0.5**3))
+    assert cubic(1, 0.8) == cubic(2, 0.8) == 0.8
+
+
+def test_the_front_holds_what_nothing_beats() -> None:
+    assert front([(3, 5), (1, 2), (2, 1), (2, 4), (4, 5)]) == [(1, 2), (2, 4), (3, 5)]
+
+
+def test_answers_that_are_no_numbers_are_no_result() -> None:
+    inputs = np.zeros((3, 2), np.float32)
+    with pytest.raises(UserError, match="the model after compression answers with NaN"):
+        answers(lambda batch: np.full((len(batch), 2), np.nan, np.float32), inputs, "after")
+
+
+@pytest.mark.slow
+def test_pruned_models_are_as_good_as_they_say(source: Path, tmp_path: Path) -> None:
+    result = run_compress(source, tmp_path, "compress=prune", "compress.sweep=[0.5,0.8]", EPOCHS, ranks=2)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
+    models = report_of(tmp_path)["models"]
+    for sparsity, drop in ((0.5, 0.005), (0.8, 0.02)):
+        folder = tmp_path / f"sparsity-{sparsity}"
+        row = report_of(folder)["models"]["after"]
+        assert row["accuracy"] >= models["before"]["accuracy"] - drop
+        assert zeros_in(folder) == row["sparsity"] == pytest.approx(sparsity, abs=1e-3)
+        assert models[folder.name]["sha256"] == row["sha256"]
+        assert row["gzipped"] < models["before"]["gzipped"]
+        store = Store(folder / "checkpoints")
+        lineage = store.find_good("artefact").meta["artefact"]
+        assert lineage["sha256"] == row["sha256"]
+        assert Path(lineage["parent"]).parent == source / "checkpoints"
+    again = run_compress(source, tmp_path, "compress=prune", "compress.sweep=[0.5,0.8]", EPOCHS)
+    assert again.returncode == 0, again.stderr
+    assert "epoch" not in again.stdout  # nothing is trained twice
+
+
+@pytest.mark.slow
+def test_a_mask_that_differs_on_one_rank_is_caught(source: Path) -> None:
+    result = run_ranks(2, str(RANKS / "masks.py"))
+    assert all(f"rank {rank} passed" in result.stdout for rank in range(2)), result.stdout + result.stderr
+
+
+@pytest.mark.slow
+def test_a_killed_job_makes_the_same_artefact(source: Path, tmp_path: Path) -> None:
+    options = ["compress=prune", "compress.schedule=gradual", "compress.sparsity=0.8", EPOCHS]
+    options += ["+compress.finetune.checkpoint.every_steps=10"]
+    whole = run_compress(source, tmp_path / "whole", *options)
+    assert whole.returncode == 0, whole.stdout + whole.stderr
+    killed = [sys.executable, *command(source, tmp_path / "killed", *options)]
+    with subprocess.Popen(killed, env=alone(), stdout=subprocess.DEVNULL) as job:
+        wait_for_training(tmp_path / "killed", lines=8)
+        job.kill()
+    assert not (tmp_path / "killed" / "report.json").exists()
+    again = run_compress(source, tmp_path / "killed", *options)
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert "resumed from" in (tmp_path / "killed" / "logs" / "rank-0.log").read_text()
+    rows = [report_of(tmp_path / name)["models"]["after"] for name in ("whole", "killed")]
+    assert rows[0]["sha256"] == rows[1]["sha256"]
+    assert rows[0]["sparsity"] == pytest.approx(0.8, abs=1e-3)
+
+
+@pytest.mark.slow
+def test_what_misses_its_requirements_is_put_aside(source: Path, tmp_path: Path) -> None:
+    options = ["compress=prune_2_4", "compress.finetune.epochs=1", "compress.require.min_gzip_ratio=5"]
+    for _ in range(2):  # the second finds it done, and refused
+        result = run_compress(source, tmp_path, *options)
+        assert result.returncode == 2
+        assert "error: gzipped shrank 1." in result.stderr
+        assert str(tmp_path / "rejected") in result.stderr
+    assert (tmp_path / "rejected" / "model" / "model.json").exists()
+    assert not (tmp_path / "artefact").exists()
+    assert "artefact" not in Store(tmp_path / "checkpoints").pointers()
+    report = report_of(tmp_path)
+    assert report["remarks"][0].startswith("left dense, since 2:4 needs a multiple of 4 inputs: ")
+    assert 0.45 < report["models"]["after"]["sparsity"] < 0.5
+
+
+@pytest.mark.slow  # for the source
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (["compress.sparsity=1"], r"compress.sparsity=1 must be a number from 0 to 0.9999"),
+        (["compress.layers=[nothing*]"], r"no layer is called nothing\*: there are "),
+        (
+            ["compress=chain", "compress.steps=['name=x']"],
+            r"step 1 of compress.steps is 'name=x': it must",
+        ),
+        (["from_checkpoint=999"], r"there is no checkpoint '999'"),
+        (["+compress.finetune.model.width=8"], r"is of another model: .* use it with the options it was made with"),
+        (["from=nowhere"], r"nowhere is no run: it has no .hydra/config.yaml"),
+    ],
+)
+def test_one_sentence_for_what_cannot_be(source: Path, tmp_path: Path, overrides: list[str], sentence: str) -> None:
+    shutil.rmtree(tmp_path)
+    tmp_path.mkdir()
+    with pytest.raises(UserError, match=sentence):
+        compress(compress_config(source, *overrides), tmp_path)
+    assert not (tmp_path / "artefact").exists()

@@ -1,0 +1,169 @@
+"""What only the PyTorch engine does: fewer channels, low rank, distillation with features."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from compress_helpers import compress_config, make_source, report_of, run_compress
+from engine_helpers import make, train
+from omegaconf import OmegaConf
+from torch import nn
+
+from << cookiecutter.package_name >>.checkpoint import Store
+from << cookiecutter.package_name >>.compress import compress
+from << cookiecutter.package_name >>.distributed import Communicator, open_communicator
+from << cookiecutter.package_name >>.errors import UserError
+from << cookiecutter.package_name >>.evaluate import evaluate_run
+from << cookiecutter.package_name >>.torch.distill import Distillation
+from << cookiecutter.package_name >>.torch.models import load_model, resnet18
+from << cookiecutter.package_name >>.torch.shrink import fewer_channels, low_rank, shrunk
+
+CHANNELS = OmegaConf.create({"sparsity": 0.5, "scope": "layer", "layers": ["*"], "skip": []})
+RANK = OmegaConf.create({"rank": None, "energy": 0.8, "layers": ["*"], "skip": []})
+
+
+@pytest.fixture(scope="module")
+def communicator() -> Communicator:
+    return open_communicator("torch")
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TESTED_ENGINE", "torch")
+        yield make_source(tmp_path_factory.mktemp("torch") / "source")
+
+
+@pytest.mark.parametrize(("choose", "options"), [(fewer_channels, CHANNELS), (low_rank, RANK)])
+def test_a_smaller_residual_network_is_built_again(choose: Any, options: Any) -> None:
+    """The description alone, plain values, gives the architecture whose weights fit."""
+    inputs = torch.rand(2, 3, 32, 32)
+    base = resnet18((32, 32, 3), 10)
+    model, changes, _ = choose(base, options, inputs, 10)
+    other = shrunk(resnet18((32, 32, 3), 10), changes)
+    other.load_state_dict(model.state_dict())
+    assert torch.equal(model.eval()(inputs), other.eval()(inputs))
+    assert other(inputs).shape == (2, 10)
+    sizes = [sum(p.numel() for p in one.parameters()) for one in (resnet18((32, 32, 3), 10), other)]
+    assert sizes[1] < 0.9 * sizes[0]
+
+
+@torch.no_grad()
+def test_a_layer_of_low_rank_is_factored_without_loss() -> None:
+    layer = nn.Conv2d(8, 32, 3, stride=2, padding=1)
+    layer.weight.copy_((torch.rand(32, 4) @ torch.rand(4, 72)).reshape(layer.weight.shape))
+    model, inputs = nn.Sequential(layer), torch.rand(2, 8, 6, 6)
+    wanted = model(inputs)
+    with pytest.raises(UserError, match="no layer gets smaller by compress=low_rank"):
+        low_rank(model, OmegaConf.merge(RANK, {"rank": 32}), inputs, 10)
+    factored, changes, _ = low_rank(model, OmegaConf.merge(RANK, {"energy": 0.999999}), inputs, 10)
+    assert changes[0]["layers"]["0"]["rank"] <= 4
+    assert torch.allclose(factored(inputs), wanted, rtol=1e-2)
+
+
+@pytest.mark.slow
+def test_half_the_channels(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    result = run_compress(source, tmp_path, "compress=channels", "compress.finetune.epochs=5", ranks=2)
+    assert result.returncode == 0, result.stdout + result.stderr
+    models = report_of(tmp_path)["models"]
+    assert models["after"]["macs"] <= 0.35 * models["before"]["macs"]
+    assert models["after"]["parameters"] < 0.35 * models["before"]["parameters"]
+    assert models["after"]["accuracy"] >= models["before"]["accuracy"] - 0.02
+    monkeypatch.setitem(sys.modules, "torch_pruning", None)  # whoever loads the model need not have it
+    model = load_model(tmp_path / "artefact" / "model")
+    assert sum(p.numel() for p in model.parameters()) == models["after"]["parameters"]
+    measured = evaluate_run(tmp_path, "artefact", [])
+    assert measured["val/accuracy"] == pytest.approx(models["after"]["accuracy"], abs=1e-6)
+
+
+@pytest.mark.slow
+def test_a_chain(source: Path, tmp_path: Path) -> None:
+    steps = [
+        "compress=distill model@compress.student=mlp compress.student.hidden=[64] compress.finetune.epochs=2",
+        "compress=low_rank compress.finetune.epochs=1",
+    ]
+    listed = ",".join(f"'{step}'" for step in steps)
+    result = run_compress(source, tmp_path, "compress=chain", f"compress.steps=[{listed}]")
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
+    sizes = [row["bytes"] for row in report_of(tmp_path)["models"].values()]
+    assert [*report_of(tmp_path)["models"]] == ["before", "1-distill", "2-low_rank"]
+    assert sizes[0] > sizes[1] > sizes[2]
+    parent = Path(report_of(tmp_path / "2-low_rank")["lineage"]["parent"])
+    assert parent.parent == tmp_path / "1-distill" / "checkpoints"
+
+
+@pytest.mark.slow
+def test_int8_without_and_with_training(source: Path, tmp_path: Path) -> None:
+    few = run_compress(source, tmp_path / "few", "compress=int8", "compress.samples=1", ranks=2)
+    assert few.returncode != 0
+    assert "1 calibration samples for 2 ranks" in few.stdout + few.stderr
+    for name in ("int8", "qat"):
+        result = run_compress(source, tmp_path / name, f"compress={name}")
+        assert result.returncode == 0, result.stdout + result.stderr
+        models = report_of(tmp_path / name)["models"]
+        assert models["after"]["runtime"] == "ONNX Runtime"
+        assert models["after"]["accuracy"] >= models["before"]["accuracy"] - 0.02
+        assert models["after"]["gzipped"] < 0.5 * models["before"]["gzipped"]
+        published = Store(tmp_path / name / "checkpoints").find_good("artefact")
+        assert published.meta["artefact"]["sha256"] == models["after"]["sha256"]
+        assert (published.folder / "artefact" / "model.onnx").exists()
+
+
+STUDENT = ("model=mlp", "model.hidden=[8]")
+
+
+def accuracy(communicator: Communicator, seed: int, teacher: nn.Module | None) -> float:
+    import numpy as np
+
+    engine, splits = make(communicator, *STUDENT, f"seed={seed}")
+    if teacher is not None:
+        options = {"temperature": 4.0, "weight": 0.7, "features": [], "feature_weight": 0.0}
+        engine.hooks = Distillation(teacher, engine.model, OmegaConf.create(options))
+    train(engine, splits, steps=150)
+    return float(engine.evaluate(splits.validation, [np.arange(359)]).correct / 359)
+
+
+@pytest.mark.slow
+def test_a_taught_student_is_no_worse(communicator: Communicator) -> None:
+    teacher, splits = make(communicator, "model=mlp")
+    train(teacher, splits, steps=200)
+    alone = [accuracy(communicator, seed, None) for seed in range(3)]
+    taught = [accuracy(communicator, seed, teacher.model) for seed in range(3)]
+    assert sum(taught) >= sum(alone)
+
+
+def test_distillation_with_features(communicator: Communicator) -> None:
+    """The loss is zero where student and teacher are one, and grows with what they differ in."""
+    teacher, student = (nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)) for _ in range(2))
+    options = {"temperature": 2.0, "weight": 1.0, "features": ["0"], "feature_weight": 1.0}
+    inputs = torch.rand(5, 4)
+
+    def loss() -> float:
+        hooks = Distillation(teacher, student, OmegaConf.create(options))
+        return float(hooks.loss(torch.tensor(7.0), inputs, student(inputs)))
+
+    assert loss() > 0.01
+    student.load_state_dict(teacher.state_dict())
+    assert loss() == pytest.approx(0, abs=1e-6)
+    with pytest.raises(UserError, match=r"the teacher has no layer nine: there are "):
+        Distillation(teacher, student, OmegaConf.create({**options, "features": ["nine"]}))
+
+
+@pytest.mark.slow  # for the source
+def test_a_student_of_another_number_of_classes(source: Path, tmp_path: Path) -> None:
+    config = compress_config(source, "compress=distill", "compress.student.classes=7")
+    with pytest.raises(UserError, match="the student answers with 7 classes and its teacher with 10"):
+        compress(config, tmp_path)
+
+
+def test_skipped_layers_keep_their_channels() -> None:
+    options = OmegaConf.merge(CHANNELS, {"skip": ["0"]})
+    model = nn.Sequential(nn.Conv2d(1, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.Flatten(), nn.Linear(32, 10))
+    small, _, _ = fewer_channels(model, options, torch.rand(2, 1, 6, 6), 10)
+    assert [tuple(p.shape) for p in small.parameters()][:4:2] == [(8, 1, 3, 3), (4, 8, 3, 3)]
+    with pytest.raises(UserError, match=r"no layer is called 9"):
+        fewer_channels(model, OmegaConf.merge(CHANNELS, {"layers": ["9"]}), torch.rand(2, 1, 6, 6), 10)
