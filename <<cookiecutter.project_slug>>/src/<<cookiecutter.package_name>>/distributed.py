@@ -194,7 +194,6 @@ def _import_horovod(framework: str) -> Any:
         raise UserError(
             f"Horovod for {framework} cannot be imported ({error}): build it for this environment"
             " with 'python scripts/build_horovod.py' and install the wheel that it prints",
-            agreed=True,
         ) from error
 
 
