@@ -300,9 +300,13 @@ def test_a_model_folder_becomes_a_model_in_two_lines(engine: str, tmp_path: Path
         description["model"]["_target_"] = target
         with pytest.raises(UserError, match=rf"names {re.escape(target)}, which is not in"):
             load_model(resealed(folder, description))
-    description["model"] = {"_target_": f"{module}.cnn", "shape": [8, 8, 1], "classes": {"_target_": "numpy.load"}}
-    with pytest.raises(UserError, match="does not fit its architecture"):
-        load_model(resealed(folder, description))
+    for classes, sentence in (
+        ({"_target_": "numpy.load"}, "names numpy.load, which is not in"),
+        ("many", "does not fit its architecture"),
+    ):
+        description["model"] = {"_target_": f"{module}.cnn", "shape": [8, 8, 1], "classes": classes}
+        with pytest.raises(UserError, match=sentence):
+            load_model(resealed(folder, description))
     (folder / "model.json").write_text("{}")
     with pytest.raises(UserError, match="damaged"):
         load_model(folder)
