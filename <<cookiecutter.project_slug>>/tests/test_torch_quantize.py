@@ -198,9 +198,10 @@ def test_without_calibration(tmp_path: Path) -> None:
 def test_channels_that_are_always_zero(tmp_path: Path) -> None:
     """As pruning leaves them: only their bias counts."""
     torch.manual_seed(0)
-    model, inputs = nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.ReLU(), nn.Linear(8, 10)), torch.rand(16, *SHAPE)
+    last, inputs = nn.Linear(8, 10), torch.rand(16, *SHAPE)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.ReLU(), last)
     with torch.no_grad():
-        model[3].weight[:5] = 0
+        last.weight[:5] = 0
         prepared = prepare(model.eval())
         with calibrating(prepared):
             prepared(channels_first(inputs))
@@ -222,6 +223,7 @@ def test_a_model_that_cannot_be_traced() -> None:
 def test_two_ranks_calibrate_together(folder: Path, communicator: Communicator, tmp_path: Path) -> None:
     done = run_ranks(2, str(RANKS / "torch_calibration.py"), str(folder), str(tmp_path / "two.onnx"))
     assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("passed") == 2, done.stdout + done.stderr
     samples = validation_samples(compose_config("engine=torch"), 96)
     post_training(folder, tmp_path / "one.onnx", "static", [samples], communicator)
     assert weigh(tmp_path / "two.onnx").sha256 == weigh(tmp_path / "one.onnx").sha256
