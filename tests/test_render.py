@@ -98,7 +98,10 @@ def check_versions(project: Path, answers: dict[str, Any]) -> None:
         extras["tensorflow"] = [f"tensorflow-cpu=={tensorflow}"]
         extras["tensorflow-gpu"] = [f"tensorflow[and-cuda]=={tensorflow}"]
     written = settings["project"]["optional-dependencies"]
-    assert written == {"horovod": ["horovod==0.28.1"], **extras, "compress": written["compress"], "dev": written["dev"]}
+    free = {name: written[name] for name in ("compress", "dev")}
+    assert written == {"horovod": ["horovod==0.28.1"], **extras, **free}
+    assert ("onnxruntime>=1.22" in written["compress"]) == (answers["framework"] != "tensorflow")
+    assert ("ai-edge-litert>=2.0" in written["compress"]) == (answers["framework"] != "torch")
     workflow = yaml.safe_load((project / ".github/workflows/ci.yml").read_text())
     for framework, version in (("torch", torch), ("tensorflow", tensorflow)):
         for lock in (project / "locks").glob(f"{framework}-*.txt"):

@@ -87,6 +87,7 @@ def test_bad_input(
 def test_two_ranks_calibrate_together(folder: Path, communicator: Communicator, tmp_path: Path) -> None:
     done = run_ranks(2, str(RANKS / "tensorflow_calibration.py"), str(folder), str(tmp_path / "two.tflite"))
     assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("passed") == 2, done.stdout + done.stderr
     samples = validation_samples(compose_config("engine=tensorflow"), 64)
     post_training(folder, tmp_path / "one.tflite", "static", [samples], communicator)
     one, two = (load_predictor(tmp_path / name)(samples) for name in ("one.tflite", "two.tflite"))

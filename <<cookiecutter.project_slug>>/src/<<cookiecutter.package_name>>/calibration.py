@@ -39,7 +39,8 @@ def checked(batches: Iterable[Floats], shape: Sequence[int]) -> Iterator[Floats]
             raise UserError(f"calibration samples have shape {batch.shape[1:]}, the model takes {tuple(shape)}")
         if not np.isfinite(batch).all():
             raise UserError("calibration samples hold NaN or infinite values: leave those samples out")
-        yield np.asarray(batch, np.float32)
+        if len(batch):
+            yield np.asarray(batch, np.float32)
 
 
 def count_samples(mine: int, communicator: Communicator) -> int:

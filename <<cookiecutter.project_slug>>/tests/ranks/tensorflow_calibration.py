@@ -17,6 +17,7 @@ def main() -> None:
     half = 32 * ranks.rank
     report = post_training(folder, target, "static", [samples[half : half + 32]], ranks)
     assert report["calibration_samples"] == 64
+    print(f"rank {ranks.rank} passed")
 
 
 if __name__ == "__main__":

@@ -69,13 +69,18 @@ class FakeQuantize(nn.Module):
 
     def scale(self) -> tuple[Tensor, Tensor]:
         """The size of a step, and the step that stands for 0."""
-        scale = ((self.highest - self.lowest) / STEPS).clamp(min=1e-12)
+        scale = _or_one((self.highest - self.lowest) / STEPS)
         return scale, (-self.lowest / scale).round().clamp(0, STEPS).int()
 
 
 def weight_scale(weight: Tensor) -> Tensor:
     """The size of a weight's step, one for each output channel, the first axis."""
-    return (weight.detach().flatten(1).abs().amax(1) / WEIGHT_STEPS).clamp(min=1e-12)
+    return _or_one(weight.detach().flatten(1).abs().amax(1) / WEIGHT_STEPS)
+
+
+def _or_one(scale: Tensor) -> Tensor:
+    """What is always 0, as a pruned channel, may have any step."""
+    return torch.where(scale > 0, scale, torch.ones_like(scale))
 
 
 def _rounded(weight: Tensor) -> Tensor:
@@ -189,11 +194,12 @@ def check_ranges(model: nn.Module) -> None:
     Raises:
         UserError: agreed by all ranks, if their ranges are merged.
     """
-    for name, place in quantizers(model).items():
+    places = quantizers(model)
+    for name, place in places.items():
         if not torch.isfinite(place.highest - place.lowest):
             raise UserError(f"activations at {name} became infinite or NaN: check the calibration data", agreed=True)
-        if place.highest == place.lowest:
-            raise UserError(f"activations at {name} were always 0: calibrate with real samples first", agreed=True)
+    if places and all(place.highest == place.lowest for place in places.values()):
+        raise UserError("the model has seen no data: calibrate or train it before it is converted", agreed=True)
 
 
 def is_call(node: object, model: fx.GraphModule, *kinds: type[nn.Module]) -> TypeGuard[fx.Node]:

@@ -194,6 +194,8 @@ class Int8Layer(nn.Module):
     def __init__(self, layer: Layer, input_scale: Tensor | None = None) -> None:
         super().__init__()
         scale, bias = weight_scale(layer.weight), layer.bias
+        if bias is not None and input_scale is not None:  # its steps in int32 must not overflow
+            scale = torch.maximum(scale, bias.detach().abs() / (input_scale * 2**30))
         per_channel = scale.reshape(-1, *[1] * (layer.weight.dim() - 1))
         rounded = (layer.weight.detach() / per_channel).round().clamp(-WEIGHT_STEPS, WEIGHT_STEPS)
         self.register_buffer("weight", rounded.to(torch.int8))
