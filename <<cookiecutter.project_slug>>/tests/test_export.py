@@ -135,7 +135,7 @@ def test_another_model_does_not_agree(runs: dict[str, Path], samples: Any, engin
     other = import_module(f"{PACKAGE}.manifest")
     weights = import_module("safetensors.numpy")
     tensors = weights.load_file(folders[1] / "model.safetensors")
-    weights.save_file({name: -value for name, value in tensors.items()}, folders[1] / "model.safetensors")
+    weights.save_file({name: np.asarray(-value) for name, value in tensors.items()}, folders[1] / "model.safetensors")
     (folders[1] / "MANIFEST.json").unlink()
     other.seal(folders[1])
     assert not compare(folders[0], folders[1], samples)["relative_difference"] < 0.1

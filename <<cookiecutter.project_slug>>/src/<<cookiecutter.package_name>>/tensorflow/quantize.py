@@ -51,7 +51,7 @@ def post_training(
     Raises:
         UserError: if the method is not there, `skip` is not empty, or the data cannot calibrate the model.
     """
-    check_method(method, target, METHODS)
+    communicator.on_writer(lambda: check_method(method, target, METHODS), "target")
     if skip:
         raise UserError(
             f"skip={skip[0]} is not possible for LiteRT, which decides by itself: leave it out", agreed=True
@@ -70,6 +70,7 @@ def _gather(calibration: Iterable[Floats], shape: Sequence[int], communicator: C
 
 
 def _convert(folder: Path, target: Path, method: str, samples: list[Floats], trusted: Sequence[str]) -> dict[str, Any]:
+    target.parent.mkdir(parents=True, exist_ok=True)
     model = load_model(folder, trusted)
     made = converter(model, half=method == "fp16")
     made.optimizations = [tf.lite.Optimize.DEFAULT]
@@ -85,7 +86,9 @@ def _convert(folder: Path, target: Path, method: str, samples: list[Floats], tru
         report: dict[str, Any] = {"quantized": [layer.name for layer in model.layers if layer.weights], "fp32": {}}
     else:
         report = _operations(content)
-    target.write_bytes(content)
+    partial = target.with_name(f".{target.name}")
+    partial.write_bytes(content)
+    partial.rename(target)
     return report
 
 
@@ -104,7 +107,7 @@ def _operations(content: bytes) -> dict[str, Any]:
         if any(kinds.get(index) is np.int8 for index in operation["inputs"]):
             quantized.append(name)
         else:
-            others[name] = "the converter has no int8 form of it here"
+            others[name] = "LiteRT leaves it: it has no int8 form, or under 1024 weights"
     if not quantized:
         raise UserError("the model has no operation that LiteRT can quantize: choose method=fp16")
     return {"quantized": quantized, "fp32": others}

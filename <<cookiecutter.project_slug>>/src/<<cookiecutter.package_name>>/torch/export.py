@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 from torch import Tensor, nn
@@ -56,7 +57,9 @@ def channels_first(inputs: Tensor) -> Tensor:
 
 
 def write(model: nn.Module, target: Path, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> None:
-    """Write a model as .onnx or .pt2, for batches of any length; nothing is optimized, the runtimes do that.
+    """Write a model as .onnx or .pt2, whole or not at all, for batches of any length.
+
+    Nothing is optimized: the runtimes do that.
 
     Args:
         model: Takes (n, channels, height, width), or (n, features).
@@ -67,16 +70,25 @@ def write(model: nn.Module, target: Path, shape: Sequence[int], dtype: torch.dty
     Raises:
         UserError: if the model has operators that the format lacks.
     """
-    example = torch.zeros(2, *shape)
-    try:
-        program = torch.export.export(Deployed(model, dtype), (example,), dynamic_shapes=({0: torch.export.Dim("n")},))
-        if target.suffix == ".pt2":
-            torch.export.save(program, target)
-        else:
-            _write_onnx(program, target)
-    except Exception as error:
-        reason = " ".join(str(error).split())[:300]
-        raise UserError(f"the model cannot be written as {target.suffix} ({reason}): choose another format") from error
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-") as temporary:
+        made = Path(temporary, target.name)
+        try:
+            _write(Deployed(model, dtype), made, torch.zeros(2, *shape))
+        except Exception as error:
+            reason = " ".join(str(error).split())[:300]
+            raise UserError(
+                f"the model cannot be written as {target.suffix} ({reason}): choose another format"
+            ) from error
+        made.rename(target)
+
+
+def _write(model: Deployed, target: Path, example: Tensor) -> None:
+    program = torch.export.export(model, (example,), dynamic_shapes=({0: torch.export.Dim("n")},))
+    if target.suffix == ".pt2":
+        torch.export.save(program, target)
+    else:
+        _write_onnx(program, target)
 
 
 def _write_onnx(program: torch.export.ExportedProgram, target: Path) -> None:
@@ -85,6 +97,8 @@ def _write_onnx(program: torch.export.ExportedProgram, target: Path) -> None:
         program, dynamo=True, optimize=False, verbose=False, input_names=["inputs"], output_names=["logits"]
     )
     assert made is not None
+    for node in made.model.graph:
+        node.metadata_props.clear()  # stack traces, which name files of this machine
     made.save(target, external_data=False)
 
 

@@ -23,8 +23,8 @@ from ..errors import UserError
 from ..weights import hash_arrays
 
 STEPS = 255  # of an activation, in uint8
-# Of a weight on each side of 0, in int8: 7 bits, since CPUs without VNNI add two products in 16 bits, which overflow
-# with 8 (ONNX Runtime calls it reduce_range). Where all have VNNI or it is an ARM, 127 is more exact.
+# Of a weight on each side of 0, in int8: 7 bits, since CPUs without VNNI add two products in 16 bits, which overflows
+# with 8 (ONNX Runtime calls it reduce_range). Where all CPUs have VNNI, 127 is more exact.
 WEIGHT_STEPS = 63
 MOMENTUM = 0.01  # of the running range, while training
 RELUS = (nn.ReLU, nn.ReLU6)

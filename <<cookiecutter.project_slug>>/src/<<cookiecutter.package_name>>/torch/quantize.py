@@ -70,7 +70,7 @@ def post_training(
     Raises:
         UserError: if the method does not exist for the target, or the data cannot calibrate the model.
     """
-    check_method(method, target, METHODS)
+    communicator.on_writer(lambda: check_method(method, target, METHODS), "target")
     model = communicator.together(lambda: load_model(folder, trusted), "model")
     shape = data_shape(folder)
     if method != "static":
