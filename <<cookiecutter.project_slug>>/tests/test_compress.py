@@ -95,6 +95,7 @@ def test_a_mask_that_differs_on_one_rank_is_caught(source: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("source", ENGINES[:1], indirect=True)
 def test_a_killed_job_makes_the_same_artefact(source: Path, tmp_path: Path) -> None:
     options = ["compress=prune", "compress.schedule=gradual", "compress.sparsity=0.8", EPOCHS]
     options += ["+compress.finetune.checkpoint.every_steps=10"]
@@ -114,6 +115,7 @@ def test_a_killed_job_makes_the_same_artefact(source: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("source", ENGINES[:1], indirect=True)
 def test_what_misses_its_requirements_is_put_aside(source: Path, tmp_path: Path) -> None:
     options = ["compress=prune_2_4", "compress.finetune.epochs=1", "compress.require.min_gzip_ratio=5"]
     for _ in range(2):  # the second finds it done, and refused
