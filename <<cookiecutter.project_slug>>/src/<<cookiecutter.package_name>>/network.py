@@ -53,7 +53,7 @@ def own_interfaces() -> list[Interface]:
 
 def is_here(name: str) -> bool:
     """Whether a host's name or address leads to this machine."""
-    if name == socket.gethostname():
+    if name in ("localhost", socket.gethostname()):  # also where no name is known
         return True
     try:
         found = {str(entry[4][0]).partition("%")[0] for entry in socket.getaddrinfo(name, None)}
