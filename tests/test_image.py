@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from conftest import check, installable, run
+from nox.project import load_toml
 
 NEEDS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="building images without an engine needs root")
 BUILDAH = {"BUILDAH_ISOLATION": "chroot", "STORAGE_DRIVER": "overlay"}
@@ -152,9 +153,11 @@ def test_a_read_only_root_will_do(image: str) -> None:
 
 @pytest.mark.slow
 @NEEDS_ROOT
-def test_the_projects_tests_pass_in_it(image: str) -> None:
+def test_the_projects_tests_pass_in_it(image: str, source: Path) -> None:
     with container(image) as name:
-        buildah("run", "--user", "root", name, "--", "pip", "install", "--quiet", "pytest", "moto[server]", "s3fs")
+        extra = load_toml(source / "pyproject.toml")["project"]["optional-dependencies"]["compress"]
+        wanted = ["pytest", "moto[server]", "s3fs", *extra]
+        buildah("run", "--user", "root", name, "--", "pip", "install", "--quiet", *wanted)
         command = ["python", "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow", "tests"]
         assert re.search(r"\d+ passed", enter(name, *command))
 
