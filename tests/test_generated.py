@@ -24,7 +24,7 @@ def test_lint_and_types(one_wing: Path) -> None:
 
 def test_quick_tests_of_one_wing(one_wing: Path) -> None:
     """The slow ones run in the project that has both."""
-    assert re.search(r"\d+ passed", nox(one_wing, "tests", "-m", "not slow"))
+    assert re.search(r"\d+ passed", nox(one_wing, "tests", "-m", "not slow", "-n", "2"))
 
 
 def test_two_processes_learn(one_wing: Path) -> None:
@@ -49,4 +49,6 @@ def test_all_lint_and_types(full_project: Path) -> None:
 
 
 def test_all_own_tests(full_project: Path) -> None:
-    assert re.search(r"\d+ passed", nox(full_project, "tests"))
+    assert re.search(r"\d+ passed", nox(full_project, "tests", "-m", "not slow", "-n", "2"))
+    # One by one: they take both cores, and some must end in time.
+    assert re.search(r"\d+ passed", nox(full_project, "tests", "-m", "slow"))

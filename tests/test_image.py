@@ -156,9 +156,9 @@ def test_a_read_only_root_will_do(image: str) -> None:
 def test_the_projects_tests_pass_in_it(image: str, source: Path) -> None:
     with container(image) as name:
         extra = load_toml(source / "pyproject.toml")["project"]["optional-dependencies"]["compress"]
-        wanted = ["pytest", "moto[server]", "s3fs", *extra]
+        wanted = ["pytest", "pytest-xdist", "moto[server]", "s3fs", *extra]
         buildah("run", "--user", "root", name, "--", "pip", "install", "--quiet", *wanted)
-        command = ["python", "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow", "tests"]
+        command = ["python", "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "2", "-m", "not slow", "tests"]
         assert re.search(r"\d+ passed", enter(name, *command))
 
 

@@ -107,7 +107,6 @@ def test_two_then_one_then_three_then_two_ranks(job: Job, tmp_path: Path, monkey
         assert values(tmp_path / "run", name) == pytest.approx(values(tmp_path / "whole", name), rel=1e-4)
 
 
-@each_engine
 @pytest.mark.slow
 def test_a_signal_within_an_evaluation(job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The evaluation is left at once and made after the resume."""
