@@ -11,7 +11,7 @@ import pytest
 from jobs import RANKS, ROOT, environment, is_alive, launched, start_job, wait_for_training
 
 from << cookiecutter.package_name >>.preemption import EXIT_CODE
-from << cookiecutter.package_name >>.supervise import PREEMPTED
+from << cookiecutter.package_name >>.preemption import EXIT_CODE as PREEMPTED
 from << cookiecutter.package_name >>.transport import horovod_has_mpi, mpi_version
 
 TRANSPORTS = ["gloo", "mpi"] if horovod_has_mpi() and mpi_version() else ["gloo"]

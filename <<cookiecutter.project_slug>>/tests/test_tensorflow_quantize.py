@@ -8,14 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 from jobs import RANKS, compose_config, run_ranks
+from quantize_helpers import accuracy, trained_model
 
-from << cookiecutter.package_name >>.data import digits
 from << cookiecutter.package_name >>.distributed import Communicator, open_communicator
 from << cookiecutter.package_name >>.errors import UserError
-from << cookiecutter.package_name >>.export import export, validation_samples
+from << cookiecutter.package_name >>.export import validation_samples
 from << cookiecutter.package_name >>.runtime import load_predictor, weigh
 from << cookiecutter.package_name >>.tensorflow.quantize import post_training
-from << cookiecutter.package_name >>.train import train
 
 
 @pytest.fixture(scope="module")
@@ -26,17 +25,7 @@ def communicator() -> Communicator:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A trained model of digits."""
-    place = tmp_path_factory.mktemp("tensorflow")
-    options = ["epochs=8", "model=cnn", "model.width=16", "tracking.tensorboard=false"]
-    train(compose_config("engine=tensorflow", *options), place / "run")
-    export(place / "run", "best", place / "model", "folder")
-    return place / "model"
-
-
-def accuracy(artefact: Path) -> float:
-    part = digits().validation
-    inputs, labels = part.fetch(np.arange(len(part)), 0)
-    return float((load_predictor(artefact)(inputs).argmax(1) == labels).mean())
+    return trained_model("tensorflow", tmp_path_factory.mktemp("tensorflow"))
 
 
 @pytest.mark.slow

@@ -10,18 +10,18 @@ import numpy as np
 import pytest
 import torch
 from jobs import RANKS, compose_config, run_ranks
+from quantize_helpers import accuracy, trained_model
 from torch import nn
 
 from << cookiecutter.package_name >>.data import digits
 from << cookiecutter.package_name >>.distributed import Communicator, open_communicator
 from << cookiecutter.package_name >>.errors import UserError
-from << cookiecutter.package_name >>.export import export, validation_samples
+from << cookiecutter.package_name >>.export import validation_samples
 from << cookiecutter.package_name >>.runtime import load_predictor, weigh
 from << cookiecutter.package_name >>.torch.export import channels_first
 from << cookiecutter.package_name >>.torch.fake_quantize import calibrating, merge_ranges, prepare, quantizers
 from << cookiecutter.package_name >>.torch.models import cnn, load_model, resnet18
 from << cookiecutter.package_name >>.torch.quantize import convert, post_training
-from << cookiecutter.package_name >>.train import train
 
 SHAPE = (8, 8, 1)
 
@@ -34,17 +34,7 @@ def communicator() -> Communicator:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A trained model of digits."""
-    place = tmp_path_factory.mktemp("torch")
-    options = ["epochs=8", "model=cnn", "model.width=16", "tracking.tensorboard=false"]
-    train(compose_config("engine=torch", *options), place / "run")
-    export(place / "run", "best", place / "model", "folder")
-    return place / "model"
-
-
-def accuracy(artefact: Path) -> float:
-    part = digits().validation
-    inputs, labels = part.fetch(np.arange(len(part)), 0)
-    return float((load_predictor(artefact)(inputs).argmax(1) == labels).mean())
+    return trained_model("torch", tmp_path_factory.mktemp("torch"))
 
 
 @pytest.mark.slow

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from .agent import POLL_S
 from .errors import FAILURE, USER_ERROR, UserError
 from .hosts import Host, allot
-from .supervise import PREEMPTED, Failure, Job, announce, noticed_signals
+from .preemption import EXIT_CODE as PREEMPTED
+from .supervise import Failure, Job, announce, noticed_signals
 
 CHECK_EVERY_S = 3.0
 COOLDOWN_S, LONGEST_COOLDOWN_S = 10.0, 600.0

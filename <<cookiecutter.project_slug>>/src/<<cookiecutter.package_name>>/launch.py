@@ -23,8 +23,10 @@ from .elastic import Limits, Pool, run_elastic
 from .errors import USER_ERROR, UserError, end_well
 from .hosts import Host, allot, parse_hosts, read_hosts
 from .network import Network, is_here
+from .preemption import EXIT_CODE as PREEMPTED
+from .probe import count_gpus
 from .ssh import ssh_command
-from .supervise import PREEMPTED, Failure, Job, announce
+from .supervise import Failure, Job, announce
 from .transport import (
     LOCAL,
     Rendezvous,
@@ -147,15 +149,6 @@ def place(hosts: list[Host], ranks: int | None) -> list[Host]:
     if not hosts:
         return [Host(LOCAL, ranks or count_gpus() or 2)]
     return allot(hosts, ranks or sum(host.slots or 1 for host in hosts))
-
-
-def count_gpus() -> int:
-    """GPUs of this machine."""
-    try:
-        listed = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True, check=False).stdout
-    except OSError:
-        return 0
-    return len(re.findall("^GPU", listed, re.MULTILINE))
 
 
 def command_of(options: argparse.Namespace) -> list[str]:

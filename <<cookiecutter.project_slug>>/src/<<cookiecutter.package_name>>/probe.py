@@ -90,7 +90,7 @@ def report(folder: Path, wanted: str | None, port: int) -> Report:
     from .checkpoint import describe
 
     about = describe("")
-    gpus, driver_cuda = _gpus()
+    gpus = count_gpus()
     memlock = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     place = nearest(folder)
     return Report(
@@ -105,7 +105,7 @@ def report(folder: Path, wanted: str | None, port: int) -> Report:
         mtus={card: state.mtu for card, state in psutil.net_if_stats().items()},
         reached=(os.environ.get("SSH_CONNECTION", "").split() + [None] * 3)[2],
         gpus=gpus,
-        driver_cuda=driver_cuda,
+        driver_cuda=_driver_cuda() if gpus else None,
         cuda=_framework_cuda(),
         shm=shutil.disk_usage("/dev/shm").total,
         memlock=None if memlock == resource.RLIM_INFINITY else memlock,
@@ -176,11 +176,15 @@ def _listen(port: int) -> socket.socket:
     return socket.create_server(("", port))
 
 
-def _gpus() -> tuple[int, str | None]:
-    """How many, and the newest CUDA that the driver supports."""
-    listed = re.findall("^GPU ", _output("nvidia-smi", "--list-gpus"), re.MULTILINE)
-    newest = re.search(r"CUDA (?:UMD )?Version: *(\d+\.\d+)", _output("nvidia-smi")) if listed else None
-    return len(listed), newest[1] if newest else None
+def count_gpus() -> int:
+    """GPUs of this machine."""
+    return len(re.findall("^GPU ", _output("nvidia-smi", "--list-gpus"), re.MULTILINE))
+
+
+def _driver_cuda() -> str | None:
+    """The newest CUDA that the driver supports."""
+    newest = re.search(r"CUDA (?:UMD )?Version: *(\d+\.\d+)", _output("nvidia-smi"))
+    return newest[1] if newest else None
 
 
 def _framework_cuda() -> str | None:

@@ -21,8 +21,8 @@ from types import FrameType
 
 from .agent import MARK, POLL_S
 from .errors import FAILURE
+from .preemption import EXIT_CODE as PREEMPTED
 
-PREEMPTED = 75  # preemption.py's EXIT_CODE
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 ALIVE_EVERY_S = 2.0
 SETTLE_S = 1.0  # after a first failure, for the others to say what they have to say

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from ..errors import UserError
 from ..pruning import Layers
 from ..report import trusted_packages
+from ..weights import check_classes
 from . import prune
 from .distill import Distillation
 from .engine import TensorFlowEngine
@@ -35,7 +35,5 @@ def distillation(engine: TensorFlowEngine, teacher: Any, weights: Path, options:
         UserError: if the two answer with different numbers of classes.
     """
     model = load_model(weights, trusted_packages(teacher))
-    given, wanted = engine.model.output_shape[-1], model.output_shape[-1]
-    if given != wanted:
-        raise UserError(f"the student answers with {given} classes and its teacher with {wanted}: make them equal")
+    check_classes(engine.model.output_shape[-1], model.output_shape[-1])
     return Distillation(model, options)

@@ -8,15 +8,16 @@ from typing import Any
 
 import torch
 from hydra.utils import instantiate
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, fx, nn
 
-from ..errors import UserError
 from ..pruning import Layers
-from ..weights import FILE
+from ..report import trusted_packages
+from ..weights import FILE, check_classes
 from . import prune, shrink
 from .distill import Distillation
 from .engine import TorchEngine
+from .export import channels_first
 from .fake_quantize import prepare
 from .models import load_model
 from .quantize import convert
@@ -66,8 +67,7 @@ def convert_trained(folder: Path, target: Path, shape: Sequence[int], options: A
 
 def _inputs(shape: Sequence[int]) -> Tensor:
     """Two samples of zeros as the models take them."""
-    inputs = torch.zeros((2, *shape))
-    return inputs.permute(0, 3, 1, 2) if inputs.dim() == 4 else inputs
+    return channels_first(torch.zeros((2, *shape)))
 
 
 def layers(engine: TorchEngine, wanted: list[str], skip: list[str]) -> Layers:
@@ -81,18 +81,15 @@ def distillation(engine: TorchEngine, teacher: Any, weights: Path, options: Any,
     Args:
         engine: Its model is the student.
         teacher: The config of the teacher's model.
-        weights: The folder with the teacher's model.safetensors.
+        weights: The teacher's model folder.
         options: See Distillation.
         data: data: shape.
 
     Raises:
         UserError: if the two answer with different numbers of classes.
     """
-    model: nn.Module = instantiate(teacher)
-    model.load_state_dict(load_file(weights / FILE))
+    model = load_model(weights, trusted_packages(teacher))
     inputs = _inputs(data.shape).to(engine.device)
     with torch.no_grad():
-        given, wanted = (one.to(engine.device).eval()(inputs).shape[1] for one in (engine.model, model))
-    if given != wanted:
-        raise UserError(f"the student answers with {given} classes and its teacher with {wanted}: make them equal")
+        check_classes(*(one.to(engine.device).eval()(inputs).shape[1] for one in (engine.model, model)))
     return Distillation(model, engine.model, options)

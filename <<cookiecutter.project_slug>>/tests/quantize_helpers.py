@@ -1,0 +1,26 @@
+"""What the tests of quantization share: a trained model of digits, and how good a file of it is."""
+
+from pathlib import Path
+
+import numpy as np
+from jobs import compose_config
+
+from << cookiecutter.package_name >>.data import digits
+from << cookiecutter.package_name >>.export import export
+from << cookiecutter.package_name >>.runtime import load_predictor
+from << cookiecutter.package_name >>.train import train
+
+
+def trained_model(engine: str, place: Path) -> Path:
+    """The model folder of a short run."""
+    options = ["epochs=8", "model=cnn", "model.width=16", "tracking.tensorboard=false"]
+    train(compose_config(f"engine={engine}", *options), place / "run")
+    export(place / "run", "best", place / "model", "folder")
+    return place / "model"
+
+
+def accuracy(artefact: Path) -> float:
+    """On the validation part."""
+    part = digits().validation
+    inputs, labels = part.fetch(np.arange(len(part)), 0)
+    return float((load_predictor(artefact)(inputs).argmax(1) == labels).mean())
