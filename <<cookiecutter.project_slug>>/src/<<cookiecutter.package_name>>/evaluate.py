@@ -9,7 +9,7 @@ import argparse
 import json
 from pathlib import Path
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from .build import open_data
 from .checkpoint import Store
@@ -17,7 +17,7 @@ from .distributed import launched_rank, open_communicator
 from .engine import Engine, open_engine
 from .errors import UserError, end_well
 from .loop import evaluate
-from .options import check_options
+from .options import read_options
 
 
 def read_config(run: Path, changes: list[str]) -> DictConfig:
@@ -29,12 +29,7 @@ def read_config(run: Path, changes: list[str]) -> DictConfig:
     file = run / ".hydra" / "config.yaml"
     if not file.exists():
         raise UserError(f"{run} is no run: it has no .hydra/config.yaml; name a folder such as runs/<name>")
-    config = OmegaConf.load(file)
-    OmegaConf.set_struct(config, True)
-    config.merge_with_dotlist(changes)
-    assert isinstance(config, DictConfig)
-    check_options(config)
-    return config
+    return read_options(file, changes)
 
 
 def evaluate_run(run: Path, which: str, changes: list[str]) -> dict[str, float | str]:

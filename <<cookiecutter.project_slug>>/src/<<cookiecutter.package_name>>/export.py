@@ -16,14 +16,14 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from .build import open_data
 from .checkpoint import Store, store_folder
 from .data import normalized
 from .errors import UserError, end_well
 from .model_file import export_model
-from .options import check_options
+from .options import read_options
 from .runtime import Floats, load_predictor, runtime_of, weigh
 
 SAMPLES = 256
@@ -77,7 +77,7 @@ def export(
     with TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-") as temporary:
         folder, made = Path(temporary, "model"), Path(temporary, f"made{FORMATS[kind]}")
         export_model(checkpoint.folder, folder)
-        config = _read_config(checkpoint.folder / "config.yaml", changes)
+        config = read_options(checkpoint.folder / "config.yaml", changes)
         _writer(config.engine, kind)(folder, made, kind, precision, trusted)
         agreement = compare(folder, made, validation_samples(config, SAMPLES, trusted), trusted)
         _check_agreement(target, agreement, precision)
@@ -108,15 +108,6 @@ def _writer(engine: str, kind: str) -> Callable[..., None]:
         raise UserError(f"--format {kind} is not there for {engine} models: choose folder, {', '.join(wing.FORMATS)}")
     write: Callable[..., None] = wing.export
     return write
-
-
-def _read_config(file: Path, changes: Sequence[str]) -> DictConfig:
-    config = OmegaConf.load(file)
-    assert isinstance(config, DictConfig)
-    OmegaConf.set_struct(config, True)
-    config.merge_with_dotlist(list(changes))
-    check_options(config)
-    return config
 
 
 def validation_samples(config: DictConfig, count: int, trusted: Sequence[str] = ()) -> Floats:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -151,3 +152,17 @@ def check_options(config: DictConfig, rules: Mapping[str, Number | OneOf] = RULE
         if not rule.accepts(value):
             shown = "null" if value is None else value
             raise UserError(f"{option}={shown} must be {rule}", agreed=True)
+
+
+def read_options(file: Path, changes: Sequence[str]) -> DictConfig:
+    """The config that a run has written, with some options changed, as in ["data.batch_size=64"].
+
+    Raises:
+        UserError: if a value breaks its rule; OmegaConf's own error if an option does not exist.
+    """
+    config = OmegaConf.load(file)
+    assert isinstance(config, DictConfig)
+    OmegaConf.set_struct(config, True)
+    config.merge_with_dotlist(list(changes))
+    check_options(config)
+    return config
