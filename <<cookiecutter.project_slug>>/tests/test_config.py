@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 from jobs import CONF, PACKAGE, ROOT, choices, compose_config, current_engine, environment
 from omegaconf import OmegaConf
+from omegaconf.errors import ConfigAttributeError
 
 from << cookiecutter.package_name >>.build import open_schedule
-from << cookiecutter.package_name >>.errors import UserError
-from << cookiecutter.package_name >>.options import RULES, check_options
+from << cookiecutter.package_name >>.errors import UserError, user_sentence
+from << cookiecutter.package_name >>.options import RULES, check_options, read_options
 from << cookiecutter.package_name >>.schedule import Schedule
 from << cookiecutter.package_name >>.state import State
 from << cookiecutter.package_name >>.train import train
@@ -102,3 +103,17 @@ def test_the_command_ends_in_one_sentence(override: str, sentence: str, tmp_path
     command = [sys.executable, "-m", f"{PACKAGE}.train", *options]
     result = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, check=False)
     assert (result.returncode, result.stderr) == (2, f"error: {sentence}\n")
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ("data.batch_sze=3", "unknown option 'data.batch_sze': did you mean data.batch_size?"),
+        ("epoch=3", "unknown option 'epoch': did you mean epochs?"),
+    ],
+)
+def test_an_unknown_change_of_a_runs_config_is_named(change: str, sentence: str, tmp_path: Path) -> None:
+    OmegaConf.save(compose_config(), tmp_path / "config.yaml")
+    with pytest.raises(ConfigAttributeError) as error:
+        read_options(tmp_path / "config.yaml", [change])
+    assert user_sentence(error.value) == sentence

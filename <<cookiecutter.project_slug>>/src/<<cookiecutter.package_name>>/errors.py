@@ -88,6 +88,8 @@ def user_sentence(error: BaseException) -> str | None:
     text = re.sub(r"\s+", " ", str(error)).strip()
     if unknown := re.search(r"Could not override '([^']+)'", text):
         return f"unknown option '{unknown[1]}'{_nearest(unknown[1], error.__cause__)}; --cfg job lists all"
+    if unknown := re.search(r"is not in struct full_key: (\S+)", text):
+        return f"unknown option '{unknown[1]}'{_nearest(unknown[1], error)}"
     if missing := re.search(r"Missing mandatory value: (\S+)", text):
         return f"option '{missing[1]}' has no value: give one, as in {missing[1]}=..."
     if choice := re.search(r"Could not find '(.+)/(.+?)' Available options in '.+?': (.*?)( Config search|$)", text):
