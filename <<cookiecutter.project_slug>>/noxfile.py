@@ -28,6 +28,7 @@ FRAMEWORKS = [name + SUFFIX if name + SUFFIX in EXTRAS else name for name in ("t
 PINS = [pin for extra in FRAMEWORKS for pin in EXTRAS[extra]]
 # Horovod's collectives of objects need numpy, and the frameworks don't always bring it.
 PINS += [pin for pin in PROJECT["dependencies"] if pin.startswith("numpy")]
+BESIDE = [name for name in ("horovod", "compress", "slurm", "dev") if name in EXTRAS]
 
 
 def fingerprint() -> str:
@@ -76,7 +77,7 @@ def install(session: nox.Session) -> None:
     wheel = read(session, str(RECIPE)).strip()
     # pip would keep a Horovod of the same version that was built for another framework.
     run(session, "pip", "install", "--quiet", "--force-reinstall", "--no-deps", wheel)
-    extras = ",".join([*FRAMEWORKS, "horovod", "compress", "dev"])
+    extras = ",".join([*FRAMEWORKS, *BESIDE])
     run(session, "pip", "install", "--quiet", "--editable", f".[{extras}]")
     STAMP.write_text(fingerprint())
 
@@ -109,7 +110,7 @@ def tests(session: nox.Session) -> None:
 def lock(session: nox.Session) -> None:
     """Writes locks/ anew: every version that goes into an image, see docs/container.md."""
     session.install("uv")
-    for name in [extra for extra in EXTRAS if extra not in ("compress", "dev", "horovod")]:
+    for name in [extra for extra in EXTRAS if extra not in BESIDE]:
         framework, _, kind = name.partition("-")
         kinds = [kind] if kind else ["cpu"] if f"{name}-gpu" in EXTRAS else ["cpu", "gpu"]
         for wanted in kinds:

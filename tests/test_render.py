@@ -98,7 +98,7 @@ def check_versions(project: Path, answers: dict[str, Any]) -> None:
         extras["tensorflow"] = [f"tensorflow-cpu=={tensorflow}"]
         extras["tensorflow-gpu"] = [f"tensorflow[and-cuda]=={tensorflow}"]
     written = settings["project"]["optional-dependencies"]
-    free = {name: written[name] for name in ("compress", "dev")}
+    free = {name: written[name] for name in ("compress", "dev", *(["slurm"] if answers["use_slurm"] else []))}
     assert written == {"horovod": ["horovod==0.28.1"], **extras, **free}
     assert ("onnxruntime>=1.22" in written["compress"]) == (answers["framework"] != "tensorflow")
     assert ("ai-edge-litert>=2.0" in written["compress"]) == (answers["framework"] != "torch")

@@ -103,13 +103,18 @@ def submit_folder(template: Path, project: Path, tmp_path_factory: pytest.TempPa
     return folder
 
 
-def submit(cluster: dict[str, str], folder: Path, *words: str) -> str:
-    """Submits the batch script; gives the job's number."""
+def user(cluster: dict[str, str], folder: Path) -> dict[str, str]:
+    """The environment of who submits jobs."""
     environment = {**cluster, "PYTHONPATH": str(folder / "src")}
     environment |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     environment["OMPI_MCA_mpi_yield_when_idle"] = "1"  # the nodes share this machine's cores
+    return environment
+
+
+def submit(cluster: dict[str, str], folder: Path, *words: str) -> str:
+    """Submits the batch script; gives the job's number."""
     command = ["sbatch", "--parsable", "--cpus-per-task=1", "--time=10", *words]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, cwd=folder, env=user(cluster, folder), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
@@ -169,6 +174,24 @@ def test_an_array_is_a_sweep(cluster: dict[str, str], submit_folder: Path) -> No
     wait_for(lambda: all(curve(submit_folder, run) for run in runs), "both runs")
     wait_for(lambda: slurm(cluster, "squeue", "-h") == "", "an empty queue")
     assert curve(submit_folder, runs[0]) != curve(submit_folder, runs[1])
+
+
+def test_hydra_submits_a_sweep(cluster: dict[str, str], submit_folder: Path) -> None:
+    text = (submit_folder / "pyproject.toml").read_text()
+    plugin = re.search(r'^slurm = \["(.+?)"\]', text, re.MULTILINE)
+    assert plugin
+    check(".venv/bin/pip", "install", "--quiet", plugin[1], cwd=submit_folder)
+    package = next((submit_folder / "src").iterdir()).name
+    command = [".venv/bin/python", "-m", f"{package}.train", "--multirun", "hydra/launcher=submitit_slurm"]
+    command += ["hydra.launcher.nodes=2", "hydra.launcher.cpus_per_task=1", "hydra.launcher.timeout_min=10"]
+    command += ["name=swept", "optimizer.lr=0.01,0.02", "epochs=1", "tracking.tensorboard=false"]
+    environment = {**user(cluster, submit_folder), "SLURM_MPI_TYPE": "pmix", "SUBMITIT_PREEMPT_SIGNAL": "USR1"}
+    done = subprocess.run(command, cwd=submit_folder, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for run in ("swept-0", "swept-1"):
+        logs = (submit_folder / "runs" / run / "logs").iterdir()
+        assert {path.name for path in logs} == {"rank-0.log", "rank-1.log"}
+    assert curve(submit_folder, "swept-0") != curve(submit_folder, "swept-1")
 
 
 def test_a_cancelled_job_stays_cancelled(cluster: dict[str, str], submit_folder: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -186,15 +185,13 @@ def test_types_that_numpy_lacks(run: str, capsys: pytest.CaptureFixture[str]) ->
     assert weights["w.safetensors:a"][1] in ("not compared: numpy has no such type", "differs by up to 10")
 
 
-def test_it_answers_at_once(store: Store, run: str) -> None:
+def test_it_loads_nothing_heavy(store: Store, run: str) -> None:
     code = (
         "import sys; from << cookiecutter.package_name >>.checkpoints import main; main(sys.argv[1:]);"
         "heavy = {'torch', 'tensorflow', 'hydra', 'omegaconf', 'fsspec', 'numpy', 'horovod'} & set(sys.modules);"
         "assert not heavy, heavy"
     )
-    began = time.perf_counter()
     subprocess.run([sys.executable, "-c", code, "list", run], check=True, env={"PYTHONPATH": ":".join(sys.path)})
-    assert time.perf_counter() - began < 5  # well under 1 s on an idle machine
 
 
 def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:

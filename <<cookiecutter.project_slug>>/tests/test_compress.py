@@ -15,6 +15,7 @@ from << cookiecutter.package_name >>.checkpoint import Store
 from << cookiecutter.package_name >>.compress import compress
 from << cookiecutter.package_name >>.errors import UserError
 from << cookiecutter.package_name >>.masks import cubic, pack, smallest_off, two_of_four, unpack
+from << cookiecutter.package_name >>.ownership import run_lock
 from << cookiecutter.package_name >>.report import answers, front
 
 EPOCHS = "compress.finetune.epochs=4"
@@ -129,6 +130,14 @@ def test_what_misses_its_requirements_is_put_aside(source: Path, tmp_path: Path)
     report = report_of(tmp_path)
     assert report["remarks"][0].startswith("left dense, since 2:4 needs a multiple of 4 inputs: ")
     assert 0.45 < report["models"]["after"]["sparsity"] < 0.5
+
+
+@pytest.mark.slow  # for the source
+@pytest.mark.parametrize("source", ENGINES[:1], indirect=True)
+def test_two_jobs_do_not_share_a_folder(source: Path, tmp_path: Path) -> None:
+    with run_lock(tmp_path), pytest.raises(UserError, match=r"is in use by .*: wait for that job"):
+        compress(compress_config(source, "compress=fp16"), tmp_path)
+    assert not (tmp_path / "plan.json").exists()
 
 
 @pytest.mark.slow  # for the source

@@ -16,8 +16,8 @@ import json
 import re
 import shlex
 import shutil
-import sys
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
@@ -41,6 +41,7 @@ from .evaluate import load_all, read_config
 from .manifest import MANIFEST, sha256, write_durably
 from .model_file import export_model
 from .options import COMPRESS_RULES, check_options
+from .ownership import run_lock
 from .pruning import Layers, Pruning
 from .report import BLOCK, QUANTIZED, Report, measure_apart, trusted_packages
 from .runtime import Floats
@@ -90,24 +91,36 @@ def compress_once(config: DictConfig, folder: Path) -> Path:
     open_log(folder, launched_rank())
     training = training_config(config)
     communicator = open_communicator(training.engine, training.horovod)
-    plan = _agree_on_plan(config, training, communicator, folder)
-    with open_dict(training):
-        training.model, training.compress = plan.model, plan.recipe
-    store = open_store(training, folder)
-    report = communicator.on_writer(lambda: Report.read(folder), "report")
-    if report is None:
-        if config.compress.finetune is None:
-            quantize(training, folder, plan, communicator)
-        else:
-            finetune(training, folder, plan)
-        report = communicator.on_writer(lambda: finish(training, folder, store, plan), "artefact")
+    with ExitStack() as closing:
+        report = _carry_out(config, training, folder, communicator, closing)
     if report.missed:
         raise UserError(f"{report.missed}: the result lies in {folder / 'rejected'}", agreed=True)
     return folder / "report.json"
 
 
-def _agree_on_plan(config: DictConfig, training: DictConfig, communicator: Communicator, folder: Path) -> Plan:
+def _carry_out(
+    config: DictConfig, training: DictConfig, folder: Path, communicator: Communicator, closing: ExitStack
+) -> Report:
+    """Every step that is not done yet, while no other job may work in the folder."""
+    plan = _agree_on_plan(config, training, folder, communicator, closing)
+    with open_dict(training):
+        training.model, training.compress = plan.model, plan.recipe
+    store = open_store(training, folder)
+    report = communicator.on_writer(lambda: Report.read(folder), "report")
+    if report is not None:
+        return report
+    if config.compress.finetune is None:
+        quantize(training, folder, plan, communicator)
+    else:
+        finetune(training, folder, plan)
+    return communicator.on_writer(lambda: finish(training, folder, store, plan), "artefact")
+
+
+def _agree_on_plan(
+    config: DictConfig, training: DictConfig, folder: Path, communicator: Communicator, closing: ExitStack
+) -> Plan:
     engine = open_engine(training, communicator)  # as the source: what it claims comes before any collective
+    communicator.on_writer(lambda: closing.enter_context(run_lock(folder)), "folder")
     return communicator.on_writer(lambda: make_plan(config, training, engine, folder), "plan")
 
 
@@ -382,6 +395,4 @@ def main(config: DictConfig) -> None:
 
 
 if __name__ == "__main__":
-    # conf/checkpoint/ is a group of train.yaml: Hydra would look for a choice in it.
-    sys.argv = [re.sub("^checkpoint=", "from_checkpoint=", argument) for argument in sys.argv]
     end_well(main, launched_rank)
