@@ -90,6 +90,21 @@ def test_pruned_models_are_as_good_as_they_say(source: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.slow
+def test_eight_bits_without_training(source: Path, tmp_path: Path) -> None:
+    """Two ranks calibrate; the time is compared with the same runtime's without rounding."""
+    result = run_compress(source, tmp_path, "compress=int8", ranks=2)
+    assert result.returncode == 0, result.stdout + result.stderr
+    before, twin, after = report_of(tmp_path)["models"].values()
+    assert before["runtime"] != twin["runtime"] == after["runtime"]
+    assert twin["agreement"] == 1
+    assert after["accuracy"] >= before["accuracy"] - 0.01
+    assert after["gzipped"] < 0.6 * twin["gzipped"]
+    published = Store(tmp_path / "checkpoints").find_good("artefact")
+    assert published.meta["artefact"]["sha256"] == after["sha256"]
+    assert [path.stem for path in (published.folder / "artefact").iterdir()] == ["model"]
+
+
+@pytest.mark.slow
 def test_a_mask_that_differs_on_one_rank_is_caught(source: Path) -> None:
     result = run_ranks(2, str(RANKS / "masks.py"))
     assert all(f"rank {rank} passed" in result.stdout for rank in range(2)), result.stdout + result.stderr

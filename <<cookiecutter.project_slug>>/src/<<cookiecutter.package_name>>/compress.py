@@ -7,6 +7,7 @@ runs/<name>/ then holds:
     plan.json       what was decided: parent, recipe, the new architecture
     checkpoints/    of the fine-tuning; the tag `artefact` is the one with the result and its lineage
     artefact/       the result, one file or folder
+    source.*        the model as it was for the artefact's runtime, if that is another one
     report.json, report.png
 """
 
@@ -38,6 +39,7 @@ from .distributed import Communicator, launched_rank, open_communicator
 from .engine import Engine, Hooks, open_engine
 from .errors import UserError, end_well
 from .evaluate import load_all, read_config
+from .export import FORMATS
 from .manifest import MANIFEST, sha256, write_durably
 from .model_file import export_model
 from .options import COMPRESS_RULES, check_options
@@ -238,6 +240,7 @@ def finish(training: DictConfig, folder: Path, store: Store, plan: Plan) -> Repo
     if not (folder / "artefact").exists():
         assert checkpoint is not None
         _write_artefact(training, folder, checkpoint)
+    _write_twin(training, folder)
     report = measure_apart(folder)
     if report.missed:
         shutil.rmtree(folder / "rejected", ignore_errors=True)
@@ -264,6 +267,18 @@ def _write_artefact(training: DictConfig, folder: Path, checkpoint: Checkpoint) 
     else:
         export_model(checkpoint.folder, making / "model")
     making.rename(folder / "artefact")
+
+
+def _write_twin(training: DictConfig, folder: Path) -> None:
+    """The source for the artefact's runtime, if that is another one: only within one are times to be compared."""
+    (artefact,) = (folder / "artefact").iterdir()
+    twin, making = (folder / f"{name}{artefact.suffix}" for name in ("source", ".twin"))
+    if artefact.is_dir() or twin.exists():
+        return
+    kind = next(kind for kind, suffix in FORMATS.items() if suffix == artefact.suffix)
+    wing = import_module(f".{training.engine}.export", __package__)
+    wing.export(folder / "source", making, kind, "fp32", trusted_packages(training.model))
+    making.rename(twin)
 
 
 def _empty(folder: Path) -> Path:

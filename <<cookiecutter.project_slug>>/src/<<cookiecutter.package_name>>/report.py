@@ -27,7 +27,7 @@ from .build import open_data
 from .data import Dataset, normalized
 from .errors import UserError, end_well
 from .manifest import write_durably
-from .runtime import Floats, Predictor, load_predictor, weigh
+from .runtime import Floats, Predictor, load_predictor, runtime_of, weigh
 from .weights import FILE
 
 FIGURES = "report.json"
@@ -104,9 +104,7 @@ def measure(folder: Path, series: Sequence[str] = ()) -> Report:
     config = OmegaConf.load(runs[0] / ".hydra" / "config.yaml")
     assert isinstance(config, DictConfig)
     plans = {run: json.loads((run / "plan.json").read_text("utf-8")) for run in runs}
-    entries = {"before": Entry(runs[0] / "source", runs[0] / "source")}
-    entries |= {run.name if series else "after": _entry(run) for run in runs}
-    rows = _measure_all(entries, config)
+    rows = _measure_all(_entries(runs, series), config)
     return Report(
         models=rows,
         setting=_setting(config),
@@ -122,6 +120,16 @@ def _left_in_float(run: Path) -> list[str]:
     file = run / QUANTIZED
     kept = json.loads(file.read_text("utf-8")).get("fp32", {}) if file.exists() else {}
     return [f"not quantized: {', '.join(f'{name} ({reason})' for name, reason in kept.items())}"] if kept else []
+
+
+def _entries(runs: Sequence[Path], series: Sequence[str]) -> dict[str, Entry]:
+    """The source, then each artefact, after what it was made of in the same runtime if that is another one."""
+    entries = {"before": Entry(runs[0] / "source", runs[0] / "source")}
+    for run in runs:
+        for twin in run.glob("source.*"):
+            entries[f"{[*entries][-1]}, {runtime_of(twin)}"] = Entry(twin, run / "source")
+        entries[run.name if series else "after"] = _entry(run)
+    return entries
 
 
 def _entry(run: Path) -> Entry:
@@ -239,6 +247,7 @@ def _missed(rows: Mapping[str, Row], wanted: Any) -> str:
 
 
 LINES: tuple[tuple[str, str, str], ...] = (
+    ("runs in", "runtime", "{}"),
     ("accuracy", "accuracy", "{:.2%}"),
     ("same answer", "agreement", "{:.2%}"),
     ("bytes", "bytes", "{:,}"),
