@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -71,7 +72,8 @@ def write(model: nn.Module, target: Path, shape: Sequence[int], dtype: torch.dty
         UserError: if the model has operators that the format lacks.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-") as temporary:
+    with TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-") as temporary, warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # torch's, about itself
         made = Path(temporary, target.name)
         try:
             _write(Deployed(model, dtype), made, torch.zeros(2, *shape))
