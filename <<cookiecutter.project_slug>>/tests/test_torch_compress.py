@@ -158,6 +158,26 @@ def test_distillation_with_features(communicator: Communicator) -> None:
         Distillation(teacher, student, OmegaConf.create({**options, "features": ["nine"]}))
 
 
+@torch.no_grad()
+def test_features_of_other_widths_are_compared_by_attention() -> None:
+    student, teacher = (
+        nn.Sequential(nn.Conv2d(1, width, 3), nn.Flatten(), nn.Linear(16 * width, 2)) for width in (4, 8)
+    )
+    options = OmegaConf.create({"temperature": 2.0, "weight": 0.0, "features": ["0"], "feature_weight": 1.0})
+    inputs = torch.rand(5, 1, 6, 6)
+    hooks = Distillation(teacher, student, options)
+    assert float(hooks.loss(torch.tensor(0.0), inputs, student(inputs))) > 0.01
+    for own, twice in zip(student[0].parameters(), teacher[0].parameters(), strict=True):
+        twice.copy_(torch.cat([own, own]))  # the same attention, since only its places' ratios count
+    assert float(hooks.loss(torch.tensor(0.0), inputs, student(inputs))) == pytest.approx(0, abs=1e-6)
+    options.features = ["1"]
+    hooks = Distillation(teacher, student, options)
+    with pytest.raises(
+        UserError, match=r"1 gives \(64,\) in the student and \(128,\) in the teacher: name layers that"
+    ):
+        hooks.loss(torch.tensor(0.0), inputs, student(inputs))
+
+
 @pytest.mark.slow  # for the source
 def test_a_student_of_another_number_of_classes(source: Path, tmp_path: Path) -> None:
     config = compress_config(source, "compress=distill", "compress.student.classes=7")

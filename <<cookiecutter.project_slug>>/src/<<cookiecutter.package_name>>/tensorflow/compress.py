@@ -36,4 +36,4 @@ def distillation(engine: TensorFlowEngine, teacher: Any, weights: Path, options:
     """
     model = load_model(weights, trusted_packages(teacher))
     check_classes(engine.model.output_shape[-1], model.output_shape[-1])
-    return Distillation(model, options)
+    return Distillation(model, engine.model, options)

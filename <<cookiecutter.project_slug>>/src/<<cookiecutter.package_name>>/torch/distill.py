@@ -9,14 +9,15 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ..engine import Hooks
-from ..errors import UserError
+from ..features import check_layers, same_shape
 
 
 class Distillation(Hooks):
     """weight x T^2 x KL(teacher || student) + (1 - weight) x cross-entropy (Hinton et al. 2015, arXiv:1503.02531).
 
     With `features` the mean squared difference of the named layers' outputs is added (Romero et al. 2014,
-    arXiv:1412.6550); they must be of one shape in both models.
+    arXiv:1412.6550); where the student's has other channels, that of the normalized sums of squares over channels
+    (attention: Zagoruyko & Komodakis 2017, arXiv:1612.03928, without its root).
 
     Args:
         teacher: On every rank, on the student's device; not trained.
@@ -43,17 +44,21 @@ class Distillation(Hooks):
         return self._weight * soft + (1 - self._weight) * plain + self._feature_weight * self._difference()
 
     def _difference(self) -> Tensor | float:
-        """Summed over samples, each layer's own mean over its values."""
+        """Summed over samples and layers."""
         total: Tensor | float = 0.0
         for name, learned in self._learned.items():
-            have, want = learned.heard(), self._taught[name].heard()
-            if have.shape != want.shape:
-                raise UserError(
-                    f"compress.features: {name} gives {tuple(have.shape)} in the student and {tuple(want.shape)} in"
-                    " the teacher: name layers of one shape"
-                )
-            total = total + (have.float() - want.float()).square().flatten(1).mean(dim=1).sum()
+            have, want = learned.heard().float(), self._taught[name].heard().float()
+            if same_shape(name, have.shape, want.shape, channels=1):
+                each = (have - want).square().flatten(1).mean(dim=1)
+            else:
+                each = (_attention(have) - _attention(want)).square().sum(dim=1)
+            total = total + each.sum()
         return total
+
+
+def _attention(output: Tensor) -> Tensor:
+    """(n, channels, ...) -> (n, places), each of length 1."""
+    return functional.normalize(output.square().sum(dim=1).flatten(1), dim=1)
 
 
 class _Ear:
@@ -61,8 +66,7 @@ class _Ear:
 
     def __init__(self, model: nn.Module, name: str, whose: str) -> None:
         layers = dict(model.named_modules())
-        if name not in layers:
-            raise UserError(f"compress.features: the {whose} has no layer {name}: there are {', '.join(layers)}")
+        check_layers([name], layers, whose)
         self._last: Tensor | None = None
         layers[name].register_forward_hook(self._keep)
 
