@@ -170,21 +170,15 @@ def test_a_smaller_network_is_built_again(name: str, steps: list[Any], part: flo
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("overrides", "ranks", "part"),
-    [
-        (["compress=channels", "compress.finetune.epochs=5"], 2, 0.35),
-        (["compress=low_rank", "compress.rank=4", "compress.finetune.epochs=2"], 1, 0.5),
-    ],
+    ("ranks", "overrides"), [(2, ["compress=channels"]), (1, ["compress=low_rank", "compress.rank=8"])]
 )
-def test_a_smaller_network_is_right(
-    source: Path, tmp_path: Path, overrides: list[str], ranks: int, part: float
-) -> None:
-    result = run_compress(source, tmp_path, *overrides, ranks=ranks)
+def test_a_smaller_network_is_right(source: Path, tmp_path: Path, ranks: int, overrides: list[str]) -> None:
+    result = run_compress(source, tmp_path, *overrides, "compress.finetune.epochs=4", ranks=ranks)
     assert result.returncode == 0, result.stdout + result.stderr
     models = report_of(tmp_path)["models"]
     assert models["after"]["accuracy"] >= 0.95
-    assert models["after"]["macs"] <= part * models["before"]["macs"]
-    assert models["after"]["parameters"] < part * models["before"]["parameters"]
+    assert models["after"]["macs"] <= 0.35 * models["before"]["macs"]
+    assert models["after"]["parameters"] < 0.35 * models["before"]["parameters"]
 
 
 @pytest.mark.slow  # each starts a run, once the source is trained

@@ -151,7 +151,10 @@ def fewer_channels(model: keras.Model, options: Any) -> Choice:
         if name in found and not stays[outputs].all()
     }
     if not widths:
-        raise UserError(f"compress.sparsity={options.sparsity} removes no channel: choose more, or skip fewer layers")
+        why = "".join(f" ({remark})" for remark in graph.remarks())
+        raise UserError(
+            f"compress.sparsity={options.sparsity} removes no channel{why}: choose more, or skip fewer layers"
+        )
     weights = {
         name: [_cut(array, _axes(array.ndim, *ids), stays) for array in model.get_layer(name).get_weights()]
         for name, ids in graph.cuts.items()
