@@ -166,7 +166,7 @@ def _decide(config: DictConfig, training: DictConfig, engine: Engine, folder: Pa
         whole = OmegaConf.merge(training, {"model": None})
         whole.model = _plain(options.student)
         return _plain(whole.model, resolve=True), []
-    wing = wing_of(training.engine, options.method)
+    wing = wing_of(training.engine)
     if options.method == "prune":
         return model, _left_dense(wing.layers(engine, list(options.layers), list(options.skip)), options)
     if options.method not in REBUILT:
@@ -183,17 +183,9 @@ def _left_dense(layers: Layers, options: Any) -> list[str]:
     return [f"left dense, since 2:4 needs a multiple of 4 inputs: {', '.join(odd)}"] if odd else []
 
 
-def wing_of(engine: str, method: str) -> Any:
-    """The wing that has a method.
-
-    Raises:
-        UserError: if it does not.
-    """
-    name = f".{engine}.compress"
-    wing = import_module(name, __package__) if find_spec(name, __package__) else None
-    if wing is None or (method in REBUILT and method not in wing.REBUILT):
-        raise UserError(f"compress={method} is not there for {engine} models: docs/compress.md says what is")
-    return wing
+def wing_of(engine: str) -> Any:
+    """What the wing of an engine does to compress a model."""
+    return import_module(f".{engine}.compress", __package__)
 
 
 # Training
@@ -220,11 +212,11 @@ def open_hooks(run: Run, plan: Plan) -> Hooks:
     """What the plan's method adds to the training."""
     options = OmegaConf.create(plan.recipe)
     if options.method == "prune":
-        layers = wing_of(run.config.engine, "prune").layers(run.engine, list(options.layers), list(options.skip))
+        layers = wing_of(run.config.engine).layers(run.engine, list(options.layers), list(options.skip))
         return Pruning(layers, run.communicator, options, len(run.splits.train), run.config.epochs)
     if options.method == "distill":
         teacher = json.loads((run.folder / "source" / "model.json").read_text("utf-8"))["model"]
-        make: Callable[..., Hooks] = wing_of(run.config.engine, "distill").distillation
+        make: Callable[..., Hooks] = wing_of(run.config.engine).distillation
         return make(run.engine, teacher, run.folder / "source", options, run.config.data)
     return Hooks()
 
@@ -261,7 +253,7 @@ def _write_artefact(training: DictConfig, folder: Path, checkpoint: Checkpoint) 
     if training.compress.method == "qat":
         trained = _empty(folder / ".trained") / "model"
         export_model(checkpoint.folder, trained)
-        wing, trusted = wing_of(training.engine, "qat"), trusted_packages(training.model)
+        wing, trusted = wing_of(training.engine), trusted_packages(training.model)
         wing.convert_trained(trained, making / "model.onnx", training.data.shape, training.compress, trusted)
         shutil.rmtree(trained.parent)
     else:

@@ -17,6 +17,8 @@ from ..model_file import build_model
 from ..weights import FILE
 from .variables import load, named
 
+SHRINK = f"{__package__}.shrink"  # where compressed architectures are built again
+
 
 def load_model(folder: str | Path, trusted: Sequence[str] = ()) -> keras.Model:
     """The model in a folder that `export` made, ready to answer.
@@ -31,7 +33,7 @@ def load_model(folder: str | Path, trusted: Sequence[str] = ()) -> keras.Model:
         UserError: if the folder is damaged, or its architecture or weights do not fit.
     """
     keras.utils.clear_session(free_memory=False)  # automatic names begin anew, as when it was trained
-    model: keras.Model = build_model(Path(folder), (__name__, *trusted))
+    model: keras.Model = build_model(Path(folder), (__name__, SHRINK, *trusted))
     load(named(model), Path(folder) / FILE)
     return model
 

@@ -26,7 +26,6 @@ SHRINKERS: dict[str, Callable[..., shrink.Choice]] = {
     "channels": shrink.fewer_channels,
     "low_rank": shrink.low_rank,
 }
-REBUILT = (*SHRINKERS, "qat")  # methods that train another architecture
 SHRUNK = f"{shrink.__name__}.{shrink.shrunk.__name__}"
 PREPARED = f"{prepare.__module__}.{prepare.__name__}"
 

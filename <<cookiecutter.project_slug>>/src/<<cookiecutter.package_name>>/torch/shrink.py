@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import UserError
+from ..low_rank import Matrix, factorize
 from ..pruning import select
 
 Change = dict[str, Any]
@@ -120,47 +121,28 @@ def _named(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def low_rank(model: nn.Module, options: Any, inputs: Tensor, classes: int) -> Choice:
-    """Factor convolutions and linear layers by the SVD of their weights (Denton et al. 2014, arXiv:1404.0736).
+    """Factor convolutions and linear layers; see low_rank.factorize.
 
     A k x k convolution becomes one of `rank` channels and a 1 x 1 one. A layer that would not get smaller stays.
 
     Args:
         model: On the CPU; it is changed.
-        options: compress: rank, or energy (the part of the squared singular values to keep); layers, skip.
+        options: compress: rank or energy; layers, skip.
         inputs: Not looked at.
         classes: Not looked at.
     """
     layers = {name: module for name, module in model.named_modules() if isinstance(module, nn.Conv2d | nn.Linear)}
-    ranks, whole = {}, []
-    for name in select([*layers], list(options.layers), list(options.skip)):
-        rank = _rank(layers[name], options)
-        if rank is None:
-            whole.append(name)
-        else:
-            ranks[name] = {"rank": rank}
-            _replace(model, name, _factored(layers[name], rank))
-    if not ranks:
-        raise UserError("no layer gets smaller by compress=low_rank: choose a smaller compress.rank or compress.energy")
-    remarks = [f"left whole, since two factors would be larger: {', '.join(whole)}"] if whole else []
+    pairs, remarks = factorize({name: _matrix(layer) for name, layer in layers.items()}, options)
+    for name, pair in pairs.items():
+        _replace(model, name, _factored(layers[name], *pair))
+    ranks = {name: {"rank": len(first)} for name, (first, _) in pairs.items()}
     return model, [{"kind": "factors", "layers": ranks}], remarks
 
 
-def _rank(layer: nn.Module, options: Any) -> int | None:
-    """The rank to use, or None where the factors would not be smaller than the layer."""
-    weight = _matrix(layer)
+def _matrix(layer: nn.Module) -> Matrix | None:
     if getattr(layer, "groups", 1) != 1:
         return None
-    if options.rank is not None:
-        rank = int(options.rank)
-    else:
-        energy = torch.linalg.svdvals(weight).square().cumsum(0)
-        rank = int((energy < float(options.energy) * energy[-1]).sum()) + 1
-    outputs, inputs = weight.shape
-    return rank if rank * (outputs + inputs) < outputs * inputs else None
-
-
-def _matrix(layer: nn.Module) -> Tensor:
-    return layer.weight.detach().flatten(1).float()  # type: ignore[operator]
+    return layer.weight.detach().flatten(1).float().numpy()  # type: ignore[operator]
 
 
 def _thin(layer: nn.Module, rank: int) -> nn.Sequential:
@@ -185,11 +167,13 @@ def _thin(layer: nn.Module, rank: int) -> nn.Sequential:
 
 
 @torch.no_grad()
-def _factored(layer: nn.Module, rank: int) -> nn.Sequential:
-    left, values, right = torch.linalg.svd(_matrix(layer), full_matrices=False)
-    root = values[:rank].sqrt()
-    pair = _thin(layer, rank)
-    weights = {"0.weight": root[:, None] * right[:rank], "1.weight": left[:, :rank] * root, "1.bias": layer.bias}
+def _factored(layer: nn.Module, first: Matrix, second: Matrix) -> nn.Sequential:
+    pair = _thin(layer, len(first))
+    weights: dict[str, Any] = {
+        "0.weight": torch.from_numpy(first),
+        "1.weight": torch.from_numpy(second),
+        "1.bias": layer.bias,
+    }
     for name, parameter in pair.named_parameters():
         parameter.copy_(weights[name].reshape(parameter.shape))
     return pair
