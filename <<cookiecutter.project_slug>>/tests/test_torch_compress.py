@@ -1,5 +1,6 @@
 """What only the PyTorch engine does: fewer channels, low rank, distillation with features."""
 
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,8 +9,9 @@ from typing import Any
 import onnx
 import pytest
 import torch
-from compress_helpers import compress_config, make_source, report_of, run_compress
+from compress_helpers import alone, compress_config, make_source, report_of, run_compress
 from engine_helpers import make, train
+from jobs import PACKAGE
 from omegaconf import OmegaConf
 from torch import nn
 
@@ -85,17 +87,20 @@ def test_half_the_channels(source: Path, tmp_path: Path, monkeypatch: pytest.Mon
 def test_a_chain(source: Path, tmp_path: Path) -> None:
     steps = [
         "compress=distill model@compress.student=mlp compress.student.hidden=[64] compress.finetune.epochs=2",
-        "compress=low_rank compress.finetune.epochs=1",
+        "compress=int8",
     ]
     listed = ",".join(f"'{step}'" for step in steps)
     result = run_compress(source, tmp_path, "compress=chain", f"compress.steps=[{listed}]")
     assert result.returncode == 0, result.stdout + result.stderr
     assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
-    sizes = [row["bytes"] for row in report_of(tmp_path)["models"].values()]
-    assert [*report_of(tmp_path)["models"]] == ["before", "1-distill", "2-low_rank"]
-    assert sizes[0] > sizes[1] > sizes[2]
-    parent = Path(report_of(tmp_path / "2-low_rank")["lineage"]["parent"])
+    models = report_of(tmp_path)["models"]
+    assert [*models] == ["before", "1-distill", "1-distill, ONNX Runtime", "2-int8"]
+    assert models["before"]["gzipped"] > models["1-distill"]["gzipped"] > 2 * models["2-int8"]["gzipped"]
+    parent = Path(report_of(tmp_path / "2-int8")["lineage"]["parent"])
     assert parent.parent == tmp_path / "1-distill" / "checkpoints"
+    again = [sys.executable, "-m", f"{PACKAGE}.report", str(tmp_path)]
+    subprocess.run(again, env=alone(), check=True)
+    assert [*report_of(tmp_path)["models"]] == [*models]
 
 
 @pytest.mark.slow

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from .build import open_data
 from .data import Dataset, normalized
@@ -264,7 +264,8 @@ def show(report: Report) -> None:
     """Print the table."""
     setting = report.setting
     title = f"batch {setting['batch']}, {setting['threads']} threads, {setting['processor']}"
-    table = Table("", *report.models, title=title)
+    names = [Column(name, overflow="fold") for name in report.models]
+    table = Table(Column(no_wrap=True), *names, title=title)
     for name, key, form in LINES:
         cells = [row[key] for row in report.models.values()]
         table.add_row(name, *("" if cell is None else form.format(cell) for cell in cells))
@@ -282,14 +283,14 @@ def draw(report: Report, picture: Path) -> None:
     FigureCanvasAgg(figure)
     panels = (("gzipped", "kB gzipped", 1e-3), ("macs", "thousand MACs", 1e-3), ("p50_ms", "ms per call (median)", 1.0))
     for axes, (key, label, factor) in zip(figure.subplots(1, 3, sharey=True), panels, strict=True):
-        points = [(row[key] * factor, 100 * row["accuracy"], name) for name, row in report.models.items()]
-        for x, y, name in points:
-            axes.plot(x, y, "o")
-            axes.annotate(name, (x, y), textcoords="offset points", xytext=(5, 5))
-        axes.plot(*zip(*front([(x, y) for x, y, _ in points]), strict=True), color="gray", zorder=0)
-        axes.set(xlabel=label)
+        points = [(row[key] * factor, 100 * row["accuracy"]) for row in report.models.values()]
+        dots = [axes.plot(x, y, "o")[0] for x, y in points]
+        axes.plot(*zip(*front(points), strict=True), color="gray", zorder=0)
+        axes.set(xlabel=label, xlim=(0, None))
         axes.grid(alpha=0.3)
-    figure.axes[0].set(ylabel="validation accuracy, %")
+    lowest, highest = min(y for _, y in points), max(y for _, y in points)
+    figure.axes[0].set(ylabel="validation accuracy, %", ylim=(lowest - 0.5, highest + 0.5))  # a small step stays small
+    figure.legend(dots, [*report.models], loc="outside lower center", ncols=len(dots))
     figure.savefig(picture, dpi=120)
 
 
@@ -315,8 +316,8 @@ def main() -> None:
     old = Report.read(options.folder)
     if old is None:
         raise UserError(f"{options.folder} has no {FIGURES}: name the folder of a finished compression")
-    single = (options.folder / "plan.json").exists()
-    measure(options.folder, options.series or [*old.models][1:] if not single else ()).write(options.folder)
+    steps = [name for name in old.models if (options.folder / name / "plan.json").exists()]
+    measure(options.folder, options.series or steps).write(options.folder)
 
 
 if __name__ == "__main__":
