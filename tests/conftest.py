@@ -34,6 +34,9 @@ HARD_ANSWERS = {
     "author": 'O\'Brien & Müller "the team" 山田',
 }
 
+# Names of tests of a generated project, the rest of which do not depend on its answers.
+KNOW_AN_ENGINE = "engine or torch or tensorflow or config or export or compress or resume"
+
 
 def render(template: Path, folder: Path, **answers: Any) -> Path:
     """The folder of a fresh project; cookiecutter would drop an unknown key silently."""

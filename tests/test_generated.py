@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import nox
+from conftest import KNOW_AN_ENGINE, nox
 
 pytestmark = pytest.mark.slow
 
@@ -23,8 +23,8 @@ def test_lint_and_types(one_wing: Path) -> None:
 
 
 def test_quick_tests_of_one_wing(one_wing: Path) -> None:
-    """The slow ones run in the project that has both."""
-    assert re.search(r"\d+ passed", nox(one_wing, "tests", "-m", "not slow", "-n", "2"))
+    """Those that know an engine; all others, and the slow ones, run in the project that has both."""
+    assert re.search(r"\d+ passed", nox(one_wing, "tests", "-m", "not slow", "-n", "2", "-k", KNOW_AN_ENGINE))
 
 
 def test_two_processes_learn(one_wing: Path) -> None:
