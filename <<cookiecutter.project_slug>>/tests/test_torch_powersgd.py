@@ -1,14 +1,16 @@
 """Training with compressed gradients: fewer numbers on the wire, as good a model, and as exact a resume."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conftest import Job
-from jobs import compose_config, values
+from jobs import RANKS, compose_config, values
 
 from << cookiecutter.package_name >>.distributed import open_communicator
 from << cookiecutter.package_name >>.engine import open_engine
 from << cookiecutter.package_name >>.errors import UserError
+from << cookiecutter.package_name >>.options import check_options
 
 POWERSGD = ("horovod.compression=powersgd", "horovod.powersgd_rank=2")
 FAILS_LATER = ("data.source._target_=faulty.fails_later", "~data.source.validation_fraction")
@@ -35,3 +37,19 @@ def test_adasum_cannot_be_of_such_gradients(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("TESTED_ENGINE", "torch")
     with pytest.raises(UserError, match=r"powersgd adds gradients up: use it with horovod\.op=average"):
         open_engine(compose_config(*POWERSGD, "horovod.op=adasum"), open_communicator("torch"))
+
+
+def test_a_compressor_of_ones_own_is_named_in_the_config(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TESTED_ENGINE", "torch")
+    monkeypatch.syspath_prepend(str(RANKS))
+    config = compose_config("horovod.compression={_target_:torch_halves.Halves}")
+    check_options(config)
+    engine: Any = open_engine(config, open_communicator("torch"))
+    assert type(engine.reducer.compressor).__name__ == "Halves"
+    engine.reducer.restore(engine.reducer.state())
+    with pytest.raises(
+        UserError, match=r"horovod.compression=half must be one of none, fp16, powersgd, or {_target_: a"
+    ):
+        check_options(compose_config("horovod.compression=half"))
+    with pytest.raises(Exception, match=r"torch_halves\.None"):
+        open_engine(compose_config("horovod.compression={_target_:torch_halves.None}"), open_communicator("torch"))

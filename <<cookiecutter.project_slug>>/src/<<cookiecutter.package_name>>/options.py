@@ -34,16 +34,18 @@ class Number:
 
 @dataclass(frozen=True)
 class OneOf:
-    """One of a few names or values."""
+    """One of a few names or values, or a class by _target_ where that is `open`."""
 
     names: tuple[Any, ...]
+    open: bool = False
 
     def accepts(self, value: Any) -> bool:
         """Whether the value is one of them."""
-        return value in self.names
+        return value in self.names or (self.open and OmegaConf.is_dict(value) and "_target_" in value)
 
     def __str__(self) -> str:
-        return "one of " + ", ".join(str(name).lower() if isinstance(name, bool) else name for name in self.names)
+        names = ", ".join(str(name).lower() if isinstance(name, bool) else name for name in self.names)
+        return f"one of {names}" + (", or {_target_: a class of yours}" if self.open else "")
 
 
 WHOLE, FROM_ZERO = Number(), Number(low=0)
@@ -85,7 +87,7 @@ RULES: dict[str, Number | OneOf] = {
     "checkpoint.keep_every": FROM_ZERO,
     "checkpoint.asynchronous": SWITCH,
     "checkpoint.max_failures": WHOLE,
-    "horovod.compression": OneOf(("none", "fp16", "powersgd")),
+    "horovod.compression": OneOf(("none", "fp16", "powersgd"), open=True),
     "horovod.powersgd_rank": WHOLE,
     "horovod.op": OneOf(("average", "adasum")),
     "horovod.accumulation": WHOLE,

@@ -1,5 +1,7 @@
 """Run on 2 ranks by test_two_ranks.py: what the reducer promises, checked on every rank."""
 
+from typing import Any
+
 import torch
 from jobs import compose_config
 from talk import expect
@@ -8,6 +10,7 @@ from torch import nn
 from << cookiecutter.package_name >>.distributed import Communicator, open_communicator
 from << cookiecutter.package_name >>.errors import UserError
 from << cookiecutter.package_name >>.torch.engine import build
+from << cookiecutter.package_name >>.torch.powersgd import PowerSGD
 from << cookiecutter.package_name >>.torch.reducer import Reducer, averaged, broadcast_model
 
 
@@ -16,7 +19,7 @@ def gradients(model: nn.Module, inputs: torch.Tensor) -> None:
         (model(inputs).square().sum() / 5).backward()
 
 
-def check_reducer(ranks: Communicator, groups: int | None, compression: str) -> None:
+def check_reducer(ranks: Communicator, groups: int | None, compression: Any) -> None:
     """5 samples, 3 on rank 0 and 2 or none on rank 1, give the gradient of all of them."""
     torch.manual_seed(ranks.rank)
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
@@ -45,8 +48,8 @@ def check_powersgd(ranks: Communicator) -> None:
     model = nn.Sequential(nn.Linear(64, 48), nn.Tanh(), nn.Linear(48, 40))
     for rank, samples in ((8, 5), (1, 30)):
         reducer = Reducer(model, ranks, compression="powersgd", rank=rank)
-        assert reducer.powersgd is not None
-        assert reducer.powersgd.numbers < 0.4 * sum(p.numel() for p in model.parameters())
+        assert isinstance(reducer.compressor, PowerSGD)
+        assert reducer.compressor.numbers < 0.4 * sum(p.numel() for p in model.parameters())
         inputs = torch.randn(samples, 64)
         exact = torch.autograd.grad(model(inputs).square().sum() / 5, list(model.parameters()))
         reducer.start(last=True)
@@ -77,7 +80,7 @@ def check_weights(ranks: Communicator) -> None:
 def main() -> None:
     ranks = open_communicator("torch", {"stall_shutdown_s": 60})
     check_weights(ranks)
-    for groups, compression in ((None, "none"), (3, "none"), (1, "fp16")):
+    for groups, compression in ((None, "none"), (3, "none"), (1, "fp16"), (None, {"_target_": "torch_halves.Halves"})):
         check_reducer(ranks, groups, compression)
     check_powersgd(ranks)
     if not ranks.hvd.mpi_enabled():

@@ -41,8 +41,8 @@ class Reducer:
         if op == "adasum" and hvd.size() > 1:
             check_adasum(hvd, hvd.size())
         self._op = {"sum": hvd.Sum, "average": hvd.Average, "adasum": hvd.Adasum}[op]
-        if compression == "powersgd":
-            raise UserError("horovod.compression=powersgd is not there for tensorflow models: use fp16 or none")
+        if compression not in ("none", "fp16"):
+            raise UserError(f"horovod.compression={compression} is not there for tensorflow models: use fp16 or none")
         self._compression = getattr(hvd.Compression, compression)
         self._scales = {"prescale_factor": 1 / predivide_factor, "postscale_factor": predivide_factor}
         self._groups = groups

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ..buckets import split
 from ..distributed import Communicator, check_adasum
 from ..errors import UserError
-from .powersgd import PowerSGD
+from .compressor import open_compressor
 
 
 class Reducer:
@@ -30,7 +30,7 @@ class Reducer:
     Args:
         model: Its parameters that want a gradient are reduced; their `.grad` becomes a view of a buffer.
         communicator: The ranks.
-        compression: none | fp16 | powersgd, what travels on the wire.
+        compression: What travels on the wire: see open_compressor().
         rank: Of powersgd's matrices.
         op: average | adasum.
         predivide_factor: Divides before the sum, multiplies after it.
@@ -42,7 +42,7 @@ class Reducer:
         model: nn.Module,
         communicator: Communicator,
         *,
-        compression: str = "none",
+        compression: Any = "none",
         op: str = "average",
         predivide_factor: float = 1.0,
         groups: int | None = None,
@@ -52,17 +52,17 @@ class Reducer:
         hvd = communicator.hvd
         if op == "adasum" and communicator.size > 1:
             check_adasum(hvd, communicator.size)
-        if op == "adasum" and compression == "powersgd":
-            raise UserError("horovod.compression=powersgd adds gradients up: use it with horovod.op=average")
         self._hvd = hvd
         self._adasum = op == "adasum"
-        self._compression = getattr(hvd.Compression, "none" if compression == "powersgd" else compression)
         self._scales = {"prescale_factor": 1 / predivide_factor, "postscale_factor": predivide_factor}
         self._alone = communicator.size == 1
         self._armed = False
         # Backward fills gradients from the last layer to the first.
         parameters = [p for p in model.parameters() if p.requires_grad][::-1]
-        self.powersgd = PowerSGD(parameters, communicator, rank) if compression == "powersgd" else None
+        self.compressor = open_compressor(compression, parameters, communicator, rank)
+        if op == "adasum" and self.compressor is not None:
+            raise UserError(f"horovod.compression={compression} adds gradients up: use it with horovod.op=average")
+        self._wire = getattr(hvd.Compression, compression if self.compressor is None else "none")
         buckets = split([p.nbytes for p in parameters], [(p.dtype, p.device) for p in parameters], groups)
         self._groups = [_Group(index, [parameters[i] for i in bucket]) for index, bucket in enumerate(buckets)]
         for group in self._groups:
@@ -81,15 +81,15 @@ class Reducer:
 
     def start(self, last: bool) -> None:
         """Call before a backward; gradients travel only in the `last` one of a step."""
-        self._armed = last and not self._alone and self.powersgd is None
+        self._armed = last and not self._alone and self.compressor is None
 
     def finish(self) -> None:
         """Wait until every gradient is the sum over ranks; reduces what backward did not reach as zeros."""
         self._armed = False
         if self._alone:
             return
-        if self.powersgd is not None:
-            self.powersgd.reduce()
+        if self.compressor is not None:
+            self.compressor.reduce()
             return
         for group in self._groups:
             if not group.flights:
@@ -99,12 +99,12 @@ class Reducer:
 
     def state(self) -> dict[str, Any]:
         """What differs between ranks and a resumed run needs."""
-        return self.powersgd.state() if self.powersgd is not None else {}
+        return self.compressor.state() if self.compressor is not None else {}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Go on from what state() gave, if it fits what travels now."""
-        if self.powersgd is not None and state:
-            self.powersgd.restore(state)
+        if self.compressor is not None and state:
+            self.compressor.restore(state)
 
     def clear(self) -> None:
         """Set all gradients to zero."""
@@ -116,13 +116,13 @@ class Reducer:
         op = self._hvd.Adasum if self._adasum else self._hvd.Sum
         scales = {} if self._adasum else self._scales
         for index, tensor in enumerate(tensors):
-            wire, context = self._compression.compress(tensor)
+            wire, context = self._wire.compress(tensor)
             handle = self._hvd.allreduce_async_(wire, name=f"gradients.{group.index}.{index}", op=op, **scales)
             group.flights.append((handle, tensor, context))
 
     def _land(self, group: _Group) -> None:
         for handle, tensor, context in group.flights:
-            result = self._compression.decompress(self._hvd.synchronize(handle), context)
+            result = self._wire.decompress(self._hvd.synchronize(handle), context)
             if result.data_ptr() != tensor.data_ptr():
                 tensor.copy_(result)
         group.flights.clear()
