@@ -156,6 +156,7 @@ def test_two_jobs_do_not_share_a_folder(source: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow  # for the source
+@pytest.mark.parametrize("source", ENGINES[:1], indirect=True)
 @pytest.mark.parametrize(
     ("overrides", "sentence"),
     [

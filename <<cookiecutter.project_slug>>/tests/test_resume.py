@@ -67,7 +67,7 @@ def test_killed_at_random_moments_it_ends_with_the_same_bits(job: Job, tmp_path:
     options = ("epochs=6", "model=cnn", "model.width=4", "optimizer=adamw", "checkpoint.every_steps=5", *QUICK)
     assert job(2, *options, folder=tmp_path / "whole").returncode == 0
     run, rng = tmp_path / "run", random.Random(0)
-    for start in range(int(os.environ.get("KILLS", 3))):
+    for start in range(int(os.environ.get("KILLS", 2))):
         with start_job(2, run, *options) as process:
             victims = [wait_for_process(run, rank, start + 1) for rank in range(2)]
             time.sleep(rng.uniform(0, 4))

@@ -76,14 +76,9 @@ def evaluate(ranks: int, *arguments: str | Path) -> dict[str, float]:
 
 
 @each_engine
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        ["data.global_batch=96"],
-        ["data.global_batch=96", "horovod.accumulation=2", "data.workers=1", "clip_norm=1.0", "optimizer=adamw"],
-    ],
-)
-def test_one_two_and_three_ranks_train_alike(job: Job, tmp_path: Path, overrides: list[str]) -> None:
+def test_one_two_and_three_ranks_train_alike(job: Job, tmp_path: Path) -> None:
+    """With SGD too: test_resume.py changes the number of ranks on the way."""
+    overrides = ["data.global_batch=96", "horovod.accumulation=2", "data.workers=1", "clip_norm=1.0", "optimizer=adamw"]
     for ranks in (1, 2, 3):
         result = job(ranks, *SMALL, "tracking.log_every=5", *overrides, folder=tmp_path / str(ranks))
         assert result.returncode == 0, result.stdout
@@ -117,7 +112,6 @@ def test_batch_norm_fp16_on_the_wire_and_adasum(job: Job, tmp_path: Path) -> Non
 FAILS_LATER = ("data.source._target_=faulty.fails_later", "~data.source.validation_fraction")
 
 
-@each_engine
 def test_the_same_run_goes_on_where_it_was(job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = job(2, "epochs=3", *FAILS_LATER, folder=tmp_path / "whole")
     assert whole.returncode == 0, whole.stdout
