@@ -183,6 +183,17 @@ def test_features_of_other_widths_are_compared_by_attention() -> None:
         hooks.loss(torch.tensor(0.0), inputs, student(inputs))
 
 
+@pytest.mark.slow
+def test_a_teacher_of_ones_own_must_be_the_same_on_all_ranks(source: Path, tmp_path: Path) -> None:
+    """This one has random weights, where a real one would read its own."""
+    teacher = f"compress.teacher={{_target_:{PACKAGE}.torch.models.mlp,shape:[8,8,1],classes:10}}"
+    result = run_compress(source, tmp_path, "compress=distill", "compress.finetune.epochs=1", teacher, ranks=2)
+    assert result.returncode != 0
+    assert "the teachers of rank 1 differ from rank 0's" in result.stdout + result.stderr
+    alone = run_compress(source, tmp_path, "compress=distill", "compress.finetune.epochs=1", teacher)
+    assert alone.returncode == 0, alone.stdout + alone.stderr
+
+
 @pytest.mark.slow  # for the source
 def test_a_student_of_another_number_of_classes(source: Path, tmp_path: Path) -> None:
     config = compress_config(source, "compress=distill", "compress.student.classes=7")

@@ -195,6 +195,7 @@ def finetune(training: DictConfig, folder: Path, plan: Plan) -> None:
     """Train in the run's folder from the plan's start, or from where an earlier job was stopped."""
     run = open_run(training, folder)
     hooks = run.communicator.together(lambda: open_hooks(run, plan), "hooks")
+    run.communicator.check_equal(hooks.fingerprint(), "the teachers")
     run.engine.hooks = hooks
 
     def begin() -> None:

@@ -34,6 +34,10 @@ class Hooks:
     def after_step(self, share: Share) -> None:
         """Called on all ranks after the optimizer's step."""
 
+    def fingerprint(self) -> str:
+        """A hash of what must be the same on every rank before the training."""
+        return ""
+
     def state(self) -> dict[str, npt.NDArray[Any]]:
         """What a resumed run needs; the same on every rank."""
         return {}

@@ -66,12 +66,12 @@ def distillation(engine: TensorFlowEngine, teacher: Any, weights: Path, options:
         engine: Its model is the student.
         teacher: The config of the teacher's model.
         weights: The teacher's model folder.
-        options: See Distillation.
+        options: See Distillation; and teacher, a model by _target_ instead of that one.
         data: Not looked at.
 
     Raises:
         UserError: if the two answer with different numbers of classes.
     """
-    model = load_model(weights, trusted_packages(teacher))
+    model = instantiate(options.teacher) if options.get("teacher") else load_model(weights, trusted_packages(teacher))
     check_classes(engine.model.output_shape[-1], model.output_shape[-1])
     return Distillation(model, engine.model, options)

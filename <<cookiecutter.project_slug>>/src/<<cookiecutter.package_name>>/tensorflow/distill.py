@@ -9,7 +9,8 @@ import tensorflow as tf
 
 from ..engine import Hooks
 from ..features import check_layers, same_shape
-from .variables import leaves
+from ..weights import hash_arrays
+from .variables import copies, leaves, named
 
 
 class Distillation(Hooks):
@@ -40,6 +41,10 @@ class Distillation(Hooks):
         given = tf.nn.log_softmax(outputs / self._temperature)
         soft = tf.reduce_sum(tf.exp(wanted) * (wanted - given)) * self._temperature**2
         return self._weight * soft + (1 - self._weight) * plain + self._feature_weight * self._difference()
+
+    def fingerprint(self) -> str:
+        """See Hooks; a teacher by _target_ may have got other weights on each rank."""
+        return hash_arrays(copies(named(self._teacher)).values())
 
     def _difference(self) -> tf.Tensor | float:
         """Summed over samples and layers."""

@@ -81,13 +81,13 @@ def distillation(engine: TorchEngine, teacher: Any, weights: Path, options: Any,
         engine: Its model is the student.
         teacher: The config of the teacher's model.
         weights: The teacher's model folder.
-        options: See Distillation.
+        options: See Distillation; and teacher, a model by _target_ instead of that one.
         data: data: shape.
 
     Raises:
         UserError: if the two answer with different numbers of classes.
     """
-    model = load_model(weights, trusted_packages(teacher))
+    model = instantiate(options.teacher) if options.get("teacher") else load_model(weights, trusted_packages(teacher))
     inputs = _inputs(data.shape).to(engine.device)
     with torch.no_grad():
         check_classes(*(one.to(engine.device).eval()(inputs).shape[1] for one in (engine.model, model)))

@@ -10,6 +10,7 @@ from torch.nn import functional
 
 from ..engine import Hooks
 from ..features import check_layers, same_shape
+from ..weights import hash_arrays
 
 
 class Distillation(Hooks):
@@ -42,6 +43,10 @@ class Distillation(Hooks):
         given = functional.log_softmax(outputs.float() / temperature, dim=1)
         soft = functional.kl_div(given, wanted, reduction="sum", log_target=True) * temperature**2
         return self._weight * soft + (1 - self._weight) * plain + self._feature_weight * self._difference()
+
+    def fingerprint(self) -> str:
+        """See Hooks; a teacher by _target_ may have got other weights on each rank."""
+        return hash_arrays(tensor.detach().cpu().numpy() for tensor in self._teacher.state_dict().values())
 
     def _difference(self) -> Tensor | float:
         """Summed over samples and layers."""
