@@ -1,5 +1,6 @@
 """Compression of a trained model: what is reported is what lies in the files, and a killed job goes on."""
 
+import re
 import shutil
 import subprocess
 import sys
@@ -10,13 +11,14 @@ import numpy as np
 import pytest
 from compress_helpers import alone, command, compress_config, make_source, report_of, run_compress, zeros_in
 from jobs import ENGINES, RANKS, run_ranks, wait_for_training
+from omegaconf import OmegaConf
 
 from << cookiecutter.package_name >>.checkpoint import Store
 from << cookiecutter.package_name >>.compress import compress
 from << cookiecutter.package_name >>.errors import UserError
 from << cookiecutter.package_name >>.masks import cubic, pack, smallest_off, two_of_four, unpack
 from << cookiecutter.package_name >>.ownership import run_lock
-from << cookiecutter.package_name >>.report import answers, front
+from << cookiecutter.package_name >>.report import answers, front, missed
 
 EPOCHS = "compress.finetune.epochs=4"
 
@@ -65,6 +67,30 @@ def test_answers_that_are_no_numbers_are_no_result() -> None:
     inputs = np.zeros((3, 2), np.float32)
     with pytest.raises(UserError, match="the model after compression answers with NaN"):
         answers(lambda batch: np.full((len(batch), 2), np.nan, np.float32), inputs, "after")
+
+
+@pytest.mark.parametrize(
+    ("wanted", "sentence"),
+    [
+        ({"max_accuracy_drop": 0.02, "max_latency_ratio": 0.5, "min_size_ratio": 2, "min_gzip_ratio": 4}, ""),
+        ({"max_accuracy_drop": 0.005}, r"accuracy fell by 0\.0100 and compress\.require\.max_accuracy_drop is 0\.005"),
+        (
+            {"max_latency_ratio": 0.4},
+            r"a call takes 0\.50 of the time and compress\.require\.max_latency_ratio is 0\.4",
+        ),
+        ({"min_size_ratio": 3}, r"bytes shrank 2\.00 times and compress\.require\.min_size_ratio is 3"),
+    ],
+)
+def test_what_is_missed_is_said(wanted: dict[str, float], sentence: str) -> None:
+    names = ("accuracy", "p50_ms", "bytes", "gzipped")
+    figures = {
+        "before": (0.98, 9.0, 100, 80),
+        "before, ONNX Runtime": (0.98, 2.0, 110, 90),
+        "after": (0.97, 1.0, 50, 20),
+    }
+    rows = {model: dict(zip(names, row, strict=True)) for model, row in figures.items()}
+    options = dict.fromkeys(("max_accuracy_drop", "max_latency_ratio", "min_size_ratio", "min_gzip_ratio"))
+    assert re.fullmatch(sentence, missed(rows, OmegaConf.create({**options, **wanted})))
 
 
 @pytest.mark.slow

@@ -119,6 +119,7 @@ COMPRESS_RULES: dict[str, Number | OneOf] = {
     "compress.measure.threads": WHOLE,
     "compress.measure.calls": WHOLE,
     "compress.require.max_accuracy_drop": NOT_NEGATIVE,
+    "compress.require.max_latency_ratio": NOT_NEGATIVE,
     "compress.require.min_size_ratio": NOT_NEGATIVE,
     "compress.require.min_gzip_ratio": NOT_NEGATIVE,
 }
@@ -126,6 +127,7 @@ COMPRESS_RULES: dict[str, Number | OneOf] = {
 NULLABLE = {
     "compress.rank",
     "compress.require.max_accuracy_drop",
+    "compress.require.max_latency_ratio",
     "compress.require.min_size_ratio",
     "compress.require.min_gzip_ratio",
     "clip_norm",

@@ -111,7 +111,7 @@ def measure(folder: Path, series: Sequence[str] = ()) -> Report:
         lineage={key: plans[runs[0]][key] for key in ("parent", "parent_sha256")}
         | {"recipe": [plan["recipe"] for plan in plans.values()] if series else plans[folder]["recipe"]},
         remarks=[remark for run, plan in plans.items() for remark in (*plan["remarks"], *_left_in_float(run))],
-        missed="" if series else _missed(rows, config.compress.require),
+        missed="" if series else missed(rows, config.compress.require),
     )
 
 
@@ -234,11 +234,21 @@ def _cpuinfo(key: str) -> str:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith(key)), "")
 
 
-def _missed(rows: Mapping[str, Row], wanted: Any) -> str:
-    before, after = rows["before"], rows["after"]
-    drop = before["accuracy"] - after["accuracy"]
+def missed(rows: Mapping[str, Row], wanted: Any) -> str:
+    """The first requirement that the last row misses, as a sentence; empty if none.
+
+    Args:
+        rows: See Report.models; times are compared with the row before the last, which is of the same runtime.
+        wanted: compress.require.
+    """
+    before, after, twin = rows["before"], rows["after"], [*rows.values()][-2]
+    drop, time = before["accuracy"] - after["accuracy"], after["p50_ms"] / twin["p50_ms"]
     if wanted.max_accuracy_drop is not None and drop > wanted.max_accuracy_drop:
         return f"accuracy fell by {drop:.4f} and compress.require.max_accuracy_drop is {wanted.max_accuracy_drop}"
+    if wanted.max_latency_ratio is not None and time > wanted.max_latency_ratio:
+        return (
+            f"a call takes {time:.2f} of the time and compress.require.max_latency_ratio is {wanted.max_latency_ratio}"
+        )
     for option, key in (("min_size_ratio", "bytes"), ("min_gzip_ratio", "gzipped")):
         ratio = before[key] / after[key]
         if wanted[option] is not None and ratio < wanted[option]:
