@@ -39,6 +39,22 @@ def test_adasum_cannot_be_of_such_gradients(monkeypatch: pytest.MonkeyPatch) -> 
         open_engine(compose_config(*POWERSGD, "horovod.op=adasum"), open_communicator("torch"))
 
 
+def test_a_resume_with_another_compression_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rank that the config names counts, not the checkpoint's; what one compression kept is not for another."""
+    monkeypatch.setenv("TESTED_ENGINE", "torch")
+    monkeypatch.syspath_prepend(str(RANKS))
+    communicator = open_communicator("torch")
+    halves = "horovod.compression={_target_:torch_halves.Halves}"
+    ways = (POWERSGD, (POWERSGD[0], "horovod.powersgd_rank=3"), (halves,))
+    engines: list[Any] = [open_engine(compose_config(*way), communicator) for way in ways]
+    reducers = [engine.reducer for engine in engines]
+    for reducer in reducers:
+        for other in reducers:
+            before = str(reducer.compressor.state())
+            reducer.restore(other.state())
+            assert str(reducer.compressor.state()) == before
+
+
 def test_a_compressor_of_ones_own_is_named_in_the_config(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TESTED_ENGINE", "torch")
     monkeypatch.syspath_prepend(str(RANKS))
@@ -47,6 +63,12 @@ def test_a_compressor_of_ones_own_is_named_in_the_config(monkeypatch: pytest.Mon
     engine: Any = open_engine(config, open_communicator("torch"))
     assert type(engine.reducer.compressor).__name__ == "Halves"
     engine.reducer.restore(engine.reducer.state())
+    own = engine.reducer.compressor
+    for value, finite in ((1.0, True), (1e9, False), (1.0, True)):  # too large for fp16 once, and then no more
+        for gradient in (parameter.grad.fill_(value) for parameter in engine.model.parameters()):
+            assert gradient.isfinite().all()
+        own.reduce()
+        assert all(bool(parameter.grad.isfinite().all()) is finite for parameter in engine.model.parameters())
     with pytest.raises(
         UserError, match=r"horovod.compression=half must be one of none, fp16, powersgd, or {_target_: a"
     ):

@@ -19,7 +19,8 @@ class Halves:
         gradients = [p.grad for p in self._parameters if p.grad is not None]
         wanted = [gradient + lost for gradient, lost in zip(gradients, self._lost, strict=True)]
         sent = [one.half() for one in wanted]
-        self._lost = [one - half.float() for one, half in zip(wanted, sent, strict=True)]
+        lost = [one - half.float() for one, half in zip(wanted, sent, strict=True)]
+        self._lost = [torch.nan_to_num(one, 0.0, 0.0, 0.0) for one in lost]  # an overflow is for this step only
         self._hvd.grouped_allreduce_(sent, op=self._hvd.Sum, name="halves")
         for gradient, total in zip(gradients, sent, strict=True):
             gradient.copy_(total)
@@ -28,4 +29,4 @@ class Halves:
         return {"lost": self._lost}
 
     def restore(self, state: dict[str, Any]) -> None:
-        self._lost = list(state["lost"])
+        self._lost = [lost.to(p) for lost, p in zip(state["lost"], self._parameters, strict=True)]

@@ -55,7 +55,7 @@ def check_powersgd(ranks: Communicator) -> None:
         reducer.start(last=True)
         gradients(model, torch.tensor_split(inputs, 2)[ranks.rank])
         reducer.finish()
-        lost = [one.clone() for one in reducer.state()["errors"]][::-1]
+        lost = [one.clone() for one in reducer.compressor.state()["errors"]][::-1]
         for index, one in enumerate(lost):
             ranks.hvd.allreduce_(one, op=ranks.hvd.Sum, name=f"lost.{index}")
         got = [p.grad for p in model.parameters() if p.grad is not None]

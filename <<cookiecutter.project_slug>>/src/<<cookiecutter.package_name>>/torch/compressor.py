@@ -22,13 +22,17 @@ class Compressor(Protocol):
     """
 
     def reduce(self) -> None:
-        """Replace each parameter's .grad, in place, by its sum over the ranks, or what is close to it."""
+        """Replace each parameter's .grad, in place, by its sum over the ranks, or what is close to it.
+
+        A gradient that is not finite must reach all ranks as such, so that they skip the step or stop, and leave no
+        trace in what is kept for later steps.
+        """
 
     def state(self) -> dict[str, Any]:
         """What this rank needs to go on exactly after a resume, as tensors and plain values."""
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on from what state() gave."""
+        """Go on from what state() of the same compression gave; its tensors come on the CPU."""
 
 
 def open_compressor(

@@ -60,6 +60,7 @@ class Reducer:
         # Backward fills gradients from the last layer to the first.
         parameters = [p for p in model.parameters() if p.requires_grad][::-1]
         self.compressor = open_compressor(compression, parameters, communicator, rank)
+        self._made_by = [str(compression), rank]
         if op == "adasum" and self.compressor is not None:
             raise UserError(f"horovod.compression={compression} adds gradients up: use it with horovod.op=average")
         self._wire = getattr(hvd.Compression, compression if self.compressor is None else "none")
@@ -99,12 +100,12 @@ class Reducer:
 
     def state(self) -> dict[str, Any]:
         """What differs between ranks and a resumed run needs."""
-        return self.compressor.state() if self.compressor is not None else {}
+        return {"made_by": self._made_by, "own": self.compressor.state()} if self.compressor is not None else {}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on from what state() gave, if it fits what travels now."""
-        if self.compressor is not None and state:
-            self.compressor.restore(state)
+        """Go on from what state() gave; with another compression, or rank, than gave it: begin anew."""
+        if self.compressor is not None and state.get("made_by") == self._made_by:
+            self.compressor.restore(state["own"])
 
     def clear(self) -> None:
         """Set all gradients to zero."""
