@@ -9,14 +9,13 @@ median over all seeds, as a part of that without compression.
 
 import argparse
 import importlib
-import json
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
+
+from jobs import Project
 
 WAYS = {
     "none": ["horovod.compression=none"],
@@ -56,60 +55,40 @@ def counting(call: Any, sent: list[int]) -> Any:
     return noting
 
 
-class Trials:
-    """Starts jobs in the project's environment."""
+def count_on_ranks(project: Project, options: list[str]) -> int:
+    """Bytes per step and rank."""
+    script = [str(Path(__file__).resolve()), "--count", project.package, *options]
+    said = project.output([*project.launcher, "python", *script])
+    return int(said.split("bytes=")[1].split()[0])
 
-    def __init__(self, project: Path, ranks: int) -> None:
-        self.project, self.ranks = project, ranks
-        self.package = next((project / "src").glob("*/train.py")).parent.name
-        path = f"{project / '.venv/bin'}{os.pathsep}{os.environ['PATH']}"
-        self.environment = {**os.environ, "PATH": path, "PYTHONPATH": str(project / "src")}
 
-    def launch(self, *words: str) -> str:
-        """What a job of all ranks prints."""
-        command = ["python", "-m", f"{self.package}.launch", "-n", str(self.ranks), *words]
-        done = subprocess.run(
-            command, cwd=self.project, env=self.environment, capture_output=True, text=True, check=False
-        )
-        if done.returncode != 0:
-            sys.exit(f"error: {' '.join(command)} ended with {done.returncode}:\n{done.stdout}{done.stderr}")
-        return done.stdout
-
-    def count(self, options: list[str]) -> int:
-        """Bytes per step and rank."""
-        script = [sys.argv[0], "--count", self.package, *options]
-        said = self.launch("--command", "--", "python", *script)
-        return int(said.split("bytes=")[1].split()[0])
-
-    def train(self, options: list[str]) -> tuple[float, float]:
-        """Validation accuracy at the end, and the median time of a step in relative units."""
-        with tempfile.TemporaryDirectory() as folder:
-            self.launch("engine=torch", f"hydra.run.dir={folder}", "tracking.tensorboard=false", *options)
-            lines = [json.loads(line) for line in Path(folder, "metrics.jsonl").read_text().splitlines()]
-        speeds = [line["samples_per_s"] for line in lines if "samples_per_s" in line]
-        accuracy: float = [line["val/accuracy"] for line in lines if "val/accuracy" in line][-1]
-        return accuracy, 1 / statistics.median(speeds[3:])
+def train(project: Project, options: list[str]) -> tuple[float, float]:
+    """Validation accuracy at the end, and the median time of a step in relative units."""
+    with tempfile.TemporaryDirectory() as folder:
+        lines = project.train(f"{folder}/run", "engine=torch", "tracking.tensorboard=false", *options)
+    speeds = [line["samples_per_s"] for line in lines if "samples_per_s" in line]
+    accuracy: float = [line["val/accuracy"] for line in lines if "val/accuracy" in line][-1]
+    return accuracy, 1 / statistics.median(speeds[3:])
 
 
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("project", type=lambda text: Path(text).resolve())
+    parser.add_argument("project", type=Path)
     parser.add_argument("--model", default="mlp")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--epochs", type=int, default=20)
     parser.add_argument("--seeds", type=int, default=3)
     options = parser.parse_args()
-    sys.argv[0] = str(Path(sys.argv[0]).resolve())
-    trials = Trials(options.project, options.ranks)
+    project = Project(options.project, options.ranks)
     results: dict[str, list[tuple[float, float]]] = {way: [] for way in WAYS}
     for seed in range(options.seeds):
         for way, words in WAYS.items():
             more = [f"model={options.model}", f"epochs={options.epochs}", f"seed={seed}"]
-            results[way].append(trials.train([*words, *more]))
+            results[way].append(train(project, [*words, *more]))
     plain = statistics.median(time for _, time in results["none"])
     for way, words in WAYS.items():
-        sent = trials.count([*words, f"model={options.model}"])
+        sent = count_on_ranks(project, [*words, f"model={options.model}"])
         accuracies = [accuracy for accuracy, _ in results[way]]
         each = ", ".join(f"{100 * one:.2f}" for one in accuracies)
         time = statistics.median(time for _, time in results[way]) / plain

@@ -10,15 +10,12 @@ take turns, so that a busy moment of the machine hits all alike.
 """
 
 import argparse
-import json
-import os
 import statistics
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
 from bare import BATCH, SAMPLES, WINDOW, WINDOWS
+from jobs import Project
 
 MODELS = {
     "mlp": ["model=mlp", "model.hidden=[512,512]", "data.shape=[8,8,1]"],
@@ -30,32 +27,15 @@ RIVALS = {"torch": ("ddp", "torch DDP, Gloo"), "tensorflow": ("strategy", "Multi
 class Contest:
     """Starts the contenders in the project's environment."""
 
-    def __init__(self, project: Path, engine: str, model: str, ranks: int) -> None:
-        self.project, self.engine, self.model, self.ranks = project, engine, model, ranks
-        self.package = next((project / "src").glob("*/train.py")).parent.name
-        scripts = project / ".venv" / "bin"
-        self.environment = {**os.environ, "PATH": f"{scripts}{os.pathsep}{os.environ['PATH']}", "OMP_NUM_THREADS": ""}
-        self.environment |= {"PYTHONPATH": str(project / "src")}
-        self.environment = {name: value for name, value in self.environment.items() if value}
-        self.launcher = self._launcher()
+    def __init__(self, folder: Path, engine: str, model: str, ranks: int) -> None:
+        self.engine, self.model, self.ranks = engine, model, ranks
+        self.project = Project(folder, ranks)
         self.transport = self._transport()
-
-    def _launcher(self) -> list[str]:
-        """The project's own launcher, for any command."""
-        return ["python", "-m", f"{self.package}.launch", "-n", str(self.ranks), "--command", "--"]
 
     def _transport(self) -> str:
         """How it starts ranks here."""
-        said = self._output([*self.launcher[:-2], "--dry-run"])
+        said = self.project.output([*self.project.launcher[:-2], "--dry-run"])
         return "MPI" if said.startswith("mpirun") else "Gloo"
-
-    def _output(self, command: list[str]) -> str:
-        done = subprocess.run(
-            command, cwd=self.project, env=self.environment, capture_output=True, text=True, check=False
-        )
-        if done.returncode != 0:
-            sys.exit(f"error: {' '.join(command)} ended with {done.returncode}:\n{done.stdout}{done.stderr}")
-        return done.stdout
 
     def bare(self, kind: str) -> float:
         """The time of a hand-written loop."""
@@ -64,9 +44,9 @@ class Contest:
             "single": ["python"],
             "ddp": ["torchrun", "--standalone", "--nproc-per-node", str(self.ranks)],
             "strategy": ["bash", "-c", 'RANK=1 python "$@" & RANK=0 python "$@"; wait', "bash"],
-            "horovod": [*self.launcher, "python"],
+            "horovod": [*self.project.launcher, "python"],
         }
-        printed = self._output([*starts[kind], str(script), self.package, self.model, kind])
+        printed = self.project.output([*starts[kind], str(script), self.project.package, self.model, kind])
         return float(printed.split("milliseconds=")[1].split()[0])
 
     def ours(self) -> float:
@@ -82,9 +62,7 @@ class Contest:
                 f"epochs={epochs}",
             ]
             options += [f"evaluate_every={epochs}", f"checkpoint.every_epochs={epochs}"]
-            command = ["python", "-m", f"{self.package}.train", f"hydra.run.dir={folder}/run", *options]
-            self._output([*self.launcher, *command])
-            lines = [json.loads(line) for line in Path(folder, "run", "metrics.jsonl").read_text().splitlines()]
+            lines = self.project.train(f"{folder}/run", *options)
             rates = [line["samples_per_s"] for line in lines if "samples_per_s" in line and line["step"] % WINDOW == 0]
         return float(BATCH * self.ranks / statistics.median(rates[5:]) * 1000)
 
@@ -98,7 +76,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=3)
     options = parser.parse_args()
-    contest = Contest(options.project.resolve(), options.engine, options.model, options.ranks)
+    contest = Contest(options.project, options.engine, options.model, options.ranks)
     rival, name_of_rival = RIVALS[options.engine]
     kinds = {"one bare process": "single", name_of_rival: rival, "bare Horovod": "horovod"}
     times: dict[str, list[float]] = {name: [] for name in (*kinds, "ours")}

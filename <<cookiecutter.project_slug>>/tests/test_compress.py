@@ -131,6 +131,14 @@ def test_eight_bits_without_training(source: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("source", ENGINES[:1], indirect=True)
+def test_fewer_calibration_samples_than_ranks(source: Path, tmp_path: Path) -> None:
+    few = run_compress(source, tmp_path, "compress=int8", "compress.samples=1", ranks=2)
+    assert few.returncode != 0
+    assert "1 calibration samples for 2 ranks" in few.stdout + few.stderr
+
+
+@pytest.mark.slow
 def test_a_mask_that_differs_on_one_rank_is_caught(source: Path) -> None:
     result = run_ranks(2, str(RANKS / "masks.py"))
     assert all(f"rank {rank} passed" in result.stdout for rank in range(2)), result.stdout + result.stderr

@@ -20,7 +20,7 @@ from << cookiecutter.package_name >>.compress import compress
 from << cookiecutter.package_name >>.distributed import Communicator, open_communicator
 from << cookiecutter.package_name >>.errors import UserError
 from << cookiecutter.package_name >>.evaluate import evaluate_run
-from <<cookiecutter.package_name>>.torch.distill import Distillation
+from << cookiecutter.package_name >>.torch.distill import Distillation
 from << cookiecutter.package_name >>.torch.fake_quantize import STEPS
 from << cookiecutter.package_name >>.torch.models import load_model, resnet18
 from << cookiecutter.package_name >>.torch.shrink import fewer_channels, low_rank, shrunk
@@ -87,6 +87,7 @@ def test_half_the_channels(source: Path, tmp_path: Path, monkeypatch: pytest.Mon
 def test_a_chain(source: Path, tmp_path: Path) -> None:
     steps = [
         "compress=distill model@compress.student=mlp compress.student.hidden=[64] compress.finetune.epochs=2",
+        "compress=low_rank compress.finetune.epochs=1",
         "compress=int8",
     ]
     listed = ",".join(f"'{step}'" for step in steps)
@@ -94,9 +95,10 @@ def test_a_chain(source: Path, tmp_path: Path) -> None:
     assert result.returncode == 0, result.stdout + result.stderr
     assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
     models = report_of(tmp_path)["models"]
-    assert [*models] == ["before", "1-distill", "1-distill, ONNX Runtime", "2-int8"]
-    assert models["before"]["gzipped"] > models["1-distill"]["gzipped"] > 2 * models["2-int8"]["gzipped"]
-    parent = Path(report_of(tmp_path / "2-int8")["lineage"]["parent"])
+    assert [*models] == ["before", "1-distill", "2-low_rank", "2-low_rank, ONNX Runtime", "3-int8"]
+    assert models["before"]["bytes"] > models["1-distill"]["bytes"] > models["2-low_rank"]["bytes"]
+    assert models["2-low_rank"]["gzipped"] > 2 * models["3-int8"]["gzipped"]
+    parent = Path(report_of(tmp_path / "2-low_rank")["lineage"]["parent"])
     assert parent.parent == tmp_path / "1-distill" / "checkpoints"
     again = [sys.executable, "-m", f"{PACKAGE}.report", str(tmp_path)]
     subprocess.run(again, env=alone(), check=True)

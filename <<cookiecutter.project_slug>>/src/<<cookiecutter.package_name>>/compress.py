@@ -39,7 +39,7 @@ from .distributed import Communicator, launched_rank, open_communicator
 from .engine import Engine, Hooks, open_engine
 from .errors import UserError, end_well
 from .evaluate import load_all, read_config
-from .export import FORMATS
+from .export import FORMATS, writer
 from .manifest import MANIFEST, sha256, write_durably
 from .model_file import export_model
 from .options import COMPRESS_RULES, check_options
@@ -269,8 +269,7 @@ def _write_twin(training: DictConfig, folder: Path) -> None:
     if artefact.is_dir() or twin.exists():
         return
     kind = next(kind for kind, suffix in FORMATS.items() if suffix == artefact.suffix)
-    wing = import_module(f".{training.engine}.export", __package__)
-    wing.export(folder / "source", making, kind, "fp32", trusted_packages(training.model))
+    writer(training.engine, kind)(folder / "source", making, kind, "fp32", trusted_packages(training.model))
     making.rename(twin)
 
 

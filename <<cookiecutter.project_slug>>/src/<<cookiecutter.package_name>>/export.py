@@ -78,7 +78,7 @@ def export(
         folder, made = Path(temporary, "model"), Path(temporary, f"made{FORMATS[kind]}")
         export_model(checkpoint.folder, folder)
         config = read_options(checkpoint.folder / "config.yaml", changes)
-        _writer(config.engine, kind)(folder, made, kind, precision, trusted)
+        writer(config.engine, kind)(folder, made, kind, precision, trusted)
         agreement = compare(folder, made, validation_samples(config, SAMPLES, trusted), trusted)
         _check_agreement(target, agreement, precision)
         report = {"checkpoint": checkpoint.name, **facts(made), "artefact": str(target), "agreement": agreement}
@@ -99,7 +99,12 @@ def check_target(target: Path, kind: str) -> None:
         raise UserError(f"{target} is no name for --format {kind}: it must {ending}")
 
 
-def _writer(engine: str, kind: str) -> Callable[..., None]:
+def writer(engine: str, kind: str) -> Callable[..., None]:
+    """What an engine's wing has to make a file of a model folder.
+
+    Raises:
+        UserError: if the engine is not in this project, or lacks the format.
+    """
     name = f".{engine}.export"
     if find_spec(name, __package__) is None:
         raise UserError(f"engine={engine} is not in this project: generate one with framework={engine}")
