@@ -5,6 +5,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from hydra.errors import InstantiationException
+from hydra.utils import instantiate
 from jobs import CONF, PACKAGE, ROOT, choices, compose_config, current_engine, environment
 from omegaconf import OmegaConf
 from omegaconf.errors import ConfigAttributeError
@@ -41,7 +43,7 @@ def test_every_recipe_changes_what_it_says(group: str) -> None:
 
 @pytest.mark.parametrize("option", RULES)
 def test_every_rule_is_of_an_option_that_exists_and_passes(option: str) -> None:
-    if option in ("compile", "channels_last") and current_engine() != "torch":
+    if option in ("compile", "channels_last", "horovod.powersgd_rank") and current_engine() != "torch":
         return  # options of that engine alone
     extra = {"data.on_error": ["data=image_folder", "data.classes=2", "data.root=."]}
     extra |= {f"schedule.{name}": ["schedule=step"] for name in ("milestones", "gamma")}
@@ -116,4 +118,11 @@ def test_an_unknown_change_of_a_runs_config_is_named(change: str, sentence: str,
     OmegaConf.save(compose_config(), tmp_path / "config.yaml")
     with pytest.raises(ConfigAttributeError) as error:
         read_options(tmp_path / "config.yaml", [change])
+    assert user_sentence(error.value) == sentence
+
+
+def test_a_target_that_is_not_there() -> None:
+    with pytest.raises(InstantiationException) as error:
+        instantiate({"_target_": "nowhere.Model"})
+    sentence = "_target_=nowhere.Model cannot be imported: correct its name, or put its package where Python finds it"
     assert user_sentence(error.value) == sentence

@@ -92,6 +92,8 @@ def user_sentence(error: BaseException) -> str | None:
         return f"unknown option '{unknown[1]}'{_nearest(unknown[1], error)}"
     if missing := re.search(r"Missing mandatory value: (\S+)", text):
         return f"option '{missing[1]}' has no value: give one, as in {missing[1]}=..."
+    if target := re.search(r"Error locating target '(.+?)'", text):
+        return f"_target_={target[1]} cannot be imported: correct its name, or put its package where Python finds it"
     if choice := re.search(r"Could not find '(.+)/(.+?)' Available options in '.+?': (.*?)( Config search|$)", text):
         return f"{choice[1]}={choice[2]} is no choice: it must be one of {', '.join(choice[3].split())}"
     return text

@@ -27,7 +27,7 @@ class Distillation(distillation.Distillation):
 
     def layers(self, model: nn.Module) -> Mapping[str, nn.Module]:
         """See distillation.Distillation, as the rest."""
-        return dict(model.named_modules())
+        return {name: layer for name, layer in model.named_modules() if name}
 
     def listen(self, layer: nn.Module) -> Callable[[], Tensor]:
         """By a hook."""
