@@ -90,6 +90,11 @@ def test_a_dry_run_names_what_would_start() -> None:
     assert dry_run("local.sh", "-n", "3").strip().endswith(f"python -m {PACKAGE}.train name=first")
 
 
+def test_a_dry_run_of_an_elastic_job_is_its_largest_start() -> None:
+    said = dry_run("elastic.sh", "--discover", "echo localhost:4", "--max", "2", "--transport", "gloo")
+    assert said.count("on host localhost") == 2
+
+
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
@@ -98,12 +103,17 @@ def test_a_dry_run_names_what_would_start() -> None:
         (["-H", "localhost:2,localhost"], "names localhost a second time"),
         (["-H", "a:0"], "'a:0' has 0 slots, which must be a whole number of at least 1"),
         (["-H", "a", "--hosts", "file"], "--hosts and -H both name hosts: give one of them"),
-        (["--hosts", "no-such-file"], "the hostfile no-such-file cannot be read"),
+        (["--hosts", "no-such-file"], f"the hostfile {ROOT / 'no-such-file'} cannot be read"),
         (["--module", "nothing"], "--module nothing is not in this project"),
         (["--command"], "--command needs a command"),
         (["--elastic", "-H", "a", "--min", "2", "--max", "1"], "--max of at least --min"),
         (["--elastic"], "--elastic needs to know the hosts"),
-        (["--elastic", "--discover", "exit 3"], "--discover 'exit 3' ended with 3"),
+        (["--elastic", "--discover", "exit 3"], "--discover 'exit 3' ended with 3 (it says nothing)"),
+        (["--elastic", "-H", "a", "--slots", "0"], "--slots 0 must be at least 1"),
+        (["--grace", "-1"], "--grace -1 must be at least 0"),
+        (["--min", "2"], "--min is of use with --elastic only"),
+        (["--env", "NO_SUCH=1"], "--env NO_SUCH=1: there is no such variable here"),
+        (["name=first", "-n", "2"], "-n stands behind name=first, where the training's options begin"),
     ],
 )
 def test_what_is_refused(options: list[str], sentence: str) -> None:

@@ -33,7 +33,8 @@ def read_hosts(file: Path) -> list[Host]:
     try:
         text = file.read_text("utf-8-sig", errors="replace")
     except OSError as error:
-        raise UserError(f"the hostfile {file} cannot be read ({error.strerror}): give another with --hosts") from error
+        where = file.absolute()  # the scripts in launch/ start in the project's folder
+        raise UserError(f"the hostfile {where} cannot be read ({error.strerror}): give another with --hosts") from error
     lines = [line.partition("#")[0].strip() for line in text.splitlines()]
     hosts = list(_parse(((f"{file}, line {number}: ", line) for number, line in enumerate(lines, 1) if line)))
     if not hosts:

@@ -40,6 +40,8 @@ from .transport import (
 )
 
 PACKAGE = __package__.partition(".")[0]
+LEAST = {"grace": 0, "min": 1, "max": 1, "slots": 1, "wait": 0, "restarts": 0}
+ELASTIC_ALONE = ("discover", "min", "max", "slots", "wait", "restarts")
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -71,6 +73,38 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
+def check_options(options: argparse.Namespace) -> None:
+    """Refuse what would silently have no effect, or another one than is meant.
+
+    Raises:
+        UserError: names the option.
+    """
+    for name, least in LEAST.items():
+        if (value := getattr(options, name)) is not None and value < least:
+            raise UserError(f"--{name} {value:g} must be at least {least}")
+    defaults = parse([])
+    for name in () if options.elastic else ELASTIC_ALONE:
+        if getattr(options, name) != getattr(defaults, name):
+            raise UserError(f"--{name} is of use with --elastic only: add that, or leave --{name} out")
+    if options.elastic and (options.n or (options.max or options.min) < options.min):
+        raise UserError("--elastic takes --max of at least --min, and no -n: change them")
+    for name in options.env:
+        if name not in os.environ:
+            raise UserError(f"--env {name}: there is no such variable here: give the name of one that is exported")
+    for word in misplaced(options):
+        raise UserError(
+            f"{word} stands behind {options.arguments[0]}, where the training's options begin: move it before"
+        )
+
+
+def misplaced(options: argparse.Namespace) -> list[str]:
+    """The launcher's own options among those for the training, if no `--` says that they are meant so."""
+    if options.command or options.arguments[:1] == ["--"]:
+        return []
+    own = {"-n", "-H", *(f"--{name.replace('_', '-')}" for name in vars(options))}
+    return [word for word in options.arguments if word.partition("=")[0] in own]
+
+
 def listed_hosts(options: argparse.Namespace) -> list[Host]:
     """The hosts that the command line names; none means this machine.
 
@@ -95,7 +129,8 @@ def discovered_hosts(options: argparse.Namespace) -> list[Host]:
     else:
         done = subprocess.run(options.discover, shell=True, capture_output=True, text=True, check=False)
         if done.returncode != 0:
-            raise UserError(f"--discover '{options.discover}' ended with {done.returncode}: {done.stderr.strip()}")
+            said = done.stderr.strip() or "it says nothing"
+            raise UserError(f"--discover '{options.discover}' ended with {done.returncode} ({said}): try it by hand")
         hosts = parse_hosts(",".join(done.stdout.split())) if done.stdout.strip() else []
     if not hosts and options.discover is None:
         raise UserError("--elastic needs to know the hosts: name a file with --hosts, or a command with --discover")
@@ -140,15 +175,16 @@ def ranks_wanted(text: str | None) -> int | None:
     return int(text) if text else None
 
 
-def place(hosts: list[Host], ranks: int | None) -> list[Host]:
-    """The hosts that get ranks, with how many; this machine alone takes any number.
+def place(hosts: list[Host], ranks: int | None, most: int | None = None) -> list[Host]:
+    """The hosts that get ranks, with how many: `ranks`, or all slots up to `most`; this machine takes any number.
 
     Raises:
         UserError: if there are fewer slots than ranks.
     """
     if not hosts:
         return [Host(LOCAL, ranks or count_gpus() or 2)]
-    return allot(hosts, ranks or sum(host.slots or 1 for host in hosts))
+    slots = sum(host.slots or 1 for host in hosts)
+    return allot(hosts, ranks or min(slots, most or slots))
 
 
 def command_of(options: argparse.Namespace) -> list[str]:
@@ -246,8 +282,6 @@ def launch_elastic(launcher: Launcher, options: argparse.Namespace) -> Failure |
     Raises:
         UserError: if it cannot be started like this.
     """
-    if options.n or options.min < 1 or (options.max or options.min) < options.min:
-        raise UserError("--elastic takes --min of at least 1 and --max of at least --min, and no -n: change them")
     trains = options.module == "train" and not options.command
     folder = run_folder(launcher.command) if trains else None
     before = newest_checkpoint(folder)
@@ -268,11 +302,12 @@ def launch(options: argparse.Namespace) -> Failure | None:
     Raises:
         UserError: if it cannot be started like this.
     """
+    check_options(options)
     hosts = discovered_hosts(options) if options.elastic else listed_hosts(options)
     ranks = ranks_wanted(options.n)
     launcher = Launcher(options)
     if options.dry_run:
-        print(launcher.describe(place(hosts, ranks)))
+        print(launcher.describe(place(hosts, ranks, options.max)))
         return None
     if options.elastic:
         return launch_elastic(launcher, options)
