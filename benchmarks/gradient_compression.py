@@ -4,7 +4,11 @@
 
 PROJECT is a rendered PyTorch project whose environment is installed (`nox -s demo` makes one in demo/). Bytes are those
 that a rank hands to Horovod's allreduces in one step. The trainings take turns on the digits; a step's time is the
-median over all seeds, as a part of that without compression.
+median over all seeds, as a part of that without compression. With a slow network between the ranks, as root:
+
+    unshare --net sh -c 'ip link set lo up mtu 1500
+        tc qdisc add dev lo root tbf rate 100mbit burst 64kb latency 1s
+        python benchmarks/gradient_compression.py PROJECT --transport gloo'
 """
 
 import argparse
@@ -79,8 +83,9 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--epochs", type=int, default=20)
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--transport", default="auto")
     options = parser.parse_args()
-    project = Project(options.project, options.ranks)
+    project = Project(options.project, options.ranks, options.transport)
     results: dict[str, list[tuple[float, float]]] = {way: [] for way in WAYS}
     for seed in range(options.seeds):
         for way, words in WAYS.items():

@@ -16,10 +16,11 @@ class Project:
         launcher: The start of a command line; what follows runs on all ranks.
     """
 
-    def __init__(self, folder: Path, ranks: int) -> None:
+    def __init__(self, folder: Path, ranks: int, transport: str = "auto") -> None:
         self.folder = folder.resolve()
         self.package = next((self.folder / "src").glob("*/train.py")).parent.name
-        self.launcher = ["python", "-m", f"{self.package}.launch", "-n", str(ranks), "--command", "--"]
+        options = ["-n", str(ranks), "--transport", transport, "--command", "--"]
+        self.launcher = ["python", "-m", f"{self.package}.launch", *options]
         path = f"{self.folder / '.venv/bin'}{os.pathsep}{os.environ['PATH']}"
         self._environment = {**os.environ, "PATH": path, "PYTHONPATH": str(self.folder / "src")}
         self._environment.pop("OMP_NUM_THREADS", None)

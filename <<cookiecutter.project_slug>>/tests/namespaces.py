@@ -36,6 +36,7 @@ UsePAM no
 PasswordAuthentication no
 PermitRootLogin prohibit-password
 MaxStartups 100
+SetEnv TMPDIR=/run
 """
 BOOT = """
 set -e
@@ -93,7 +94,8 @@ class Hosts:
 
     def environment(self, **settings: str) -> dict[str, str]:
         """For commands on a host: as other tests have it, and a key that every host takes."""
-        return {**environment(), "OMPI_MCA_plm_rsh_args": f"-F {self.folder}/config", **settings}
+        own = {"OMPI_MCA_plm_rsh_args": f"-F {self.folder}/config", "TMPDIR": "/run"}  # Open MPI's names there are PIDs
+        return {**environment(), **own, **settings}
 
     def run(self, host: str, *words: str | Path, **settings: str) -> subprocess.CompletedProcess[str]:
         """Run a command on a host to its end."""
