@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from compress_helpers import alone, command, compress_config, make_source, report_of, run_compress, zeros_in
-from jobs import ENGINES, RANKS, run_ranks, wait_for_training
+from jobs import ENGINES, PACKAGE, RANKS, run_ranks, wait_for_training
 from omegaconf import OmegaConf
 
 from << cookiecutter.package_name >>.checkpoint import Store
@@ -148,7 +148,7 @@ def test_a_mask_that_differs_on_one_rank_is_caught(source: Path) -> None:
 @pytest.mark.parametrize("source", ENGINES[:1], indirect=True)
 def test_a_killed_job_makes_the_same_artefact(source: Path, tmp_path: Path) -> None:
     options = ["compress=prune", "compress.schedule=gradual", "compress.sparsity=0.8", EPOCHS]
-    options += ["+compress.finetune.checkpoint.every_steps=10"]
+    options += ["+compress.finetune.checkpoint.every_steps=7"]  # not a multiple of compress.every
     whole = run_compress(source, tmp_path / "whole", *options)
     assert whole.returncode == 0, whole.stdout + whole.stderr
     killed = [sys.executable, *command(source, tmp_path / "killed", *options)]
@@ -166,6 +166,23 @@ def test_a_killed_job_makes_the_same_artefact(source: Path, tmp_path: Path) -> N
 
 @pytest.mark.slow
 @pytest.mark.parametrize("source", ENGINES[:1], indirect=True)
+def test_a_sweep_goes_on_after_a_result_that_is_refused(source: Path, tmp_path: Path) -> None:
+    options = [
+        "compress.scope=layer",
+        "compress.sweep=[0.99,0.5]",
+        "compress.finetune.epochs=1",
+        "compress.require.max_accuracy_drop=0.1",
+    ]
+    result = run_compress(source, tmp_path, *options)
+    assert result.returncode == 2
+    assert "error: sparsity-0.99: accuracy fell by" in result.stderr
+    assert [*report_of(tmp_path)["models"]] == ["before", "sparsity-0.99", "sparsity-0.5"]
+    assert (tmp_path / "report.png").exists()
+    assert (tmp_path / "sparsity-0.5" / "artefact").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("source", ENGINES[:1], indirect=True)
 def test_what_misses_its_requirements_is_put_aside(source: Path, tmp_path: Path) -> None:
     options = ["compress=prune_2_4", "compress.finetune.epochs=1", "compress.require.min_gzip_ratio=5"]
     for _ in range(2):  # the second finds it done, and refused
@@ -176,9 +193,33 @@ def test_what_misses_its_requirements_is_put_aside(source: Path, tmp_path: Path)
     assert (tmp_path / "rejected" / "model" / "model.json").exists()
     assert not (tmp_path / "artefact").exists()
     assert "artefact" not in Store(tmp_path / "checkpoints").pointers()
+    again = subprocess.run([sys.executable, "-m", f"{PACKAGE}.report", tmp_path], env=alone(), check=False)
+    assert again.returncode == 0
+    other = run_compress(source, tmp_path, *options, "from_checkpoint=latest")
+    assert "was begun with from=" in other.stderr
     report = report_of(tmp_path)
+    assert report["missed"]  # a second measurement does not change what was decided
     assert report["remarks"][0].startswith("left dense, since 2:4 needs a multiple of 4 inputs: ")
     assert 0.45 < report["models"]["after"]["sparsity"] < 0.5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("source", ENGINES[:1], indirect=True)
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (["compress=chain", "compress.steps=['compress=int8','compress=prune']"], "1-int8 makes a file for a runtime"),
+        (["compress=chain", "compress.steps=['compress=prune compress.sweep=[0.5]']"], "1-prune has a compress.sweep"),
+        (["compress=chain", "compress.steps=['compress=prune','compress=prune \"']"], "No closing quotation"),
+        (["compress.sweep=[0.5,abc]"], "compress.sparsity=abc must be a number"),
+    ],
+)
+def test_all_of_a_series_is_checked_first(source: Path, tmp_path: Path, overrides: list[str], sentence: str) -> None:
+    result = run_compress(source, tmp_path, *overrides)
+    assert result.returncode == 2
+    assert sentence in result.stderr
+    assert result.stderr.count("\n") == 1
+    assert not [*tmp_path.rglob("plan.json")]
 
 
 @pytest.mark.slow  # for the source
@@ -200,6 +241,15 @@ def test_two_jobs_do_not_share_a_folder(source: Path, tmp_path: Path) -> None:
             ["compress=chain", "compress.steps=['name=x']"],
             r"step 1 of compress.steps is 'name=x': it must",
         ),
+        (["compress=chain"], r"compress=chain needs steps"),
+        (["compress.sweep=0.5"], r"compress.sweep=0.5 must be a list"),
+        (["compress.skip=0"], r"compress.skip=0 must be a list"),
+        (["compress.skip=['9999']"], r"no layer is called 9999: there are "),
+        (["compress.pattern=4:8"], r"compress.pattern=4:8 must be one of free, 2:4"),
+        (["compress=prune_2_4", "compress.schedule=gradual"], r"compress.schedule=gradual does not go with"),
+        (["compress.finetune=null"], r"compress.finetune=None does not go with compress.method=prune"),
+        (["compress=int8", "+compress.finetune.epochs=1"], r"does not go with compress.method=quantize"),
+        (["compress=low_rank", "compress.rank=4", "compress.sweep=[0.5]"], r"leave one out"),
         (["from_checkpoint=999"], r"there is no checkpoint '999'"),
         (["+compress.finetune.model.width=8"], r"is of another model: .* use it with the options it was made with"),
         (["from=nowhere"], r"nowhere is no run: it has no .hydra/config.yaml"),

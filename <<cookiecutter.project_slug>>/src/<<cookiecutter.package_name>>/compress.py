@@ -45,7 +45,7 @@ from .model_file import export_model
 from .options import COMPRESS_RULES, check_options
 from .ownership import run_lock
 from .pruning import Layers, Pruning
-from .report import BLOCK, QUANTIZED, Report, measure_apart, trusted_packages
+from .report import BLOCK, QUANTIZED, Report, measure_apart, show, trusted_packages
 from .runtime import Floats
 from .tracking import open_log
 from .train import Run, carry_on, open_run
@@ -63,6 +63,7 @@ class Plan:
     Attributes:
         parent: The checkpoint that it begins from.
         parent_sha256: Of its weights.
+        source: The run and the name of its checkpoint, as they were asked for.
         recipe: The options of compress.
         model: The config of the new model.
         remarks: For the report.
@@ -70,14 +71,19 @@ class Plan:
 
     parent: str
     parent_sha256: str
+    source: list[str]
     recipe: dict[str, Any]
     model: dict[str, Any]
     remarks: list[str]
 
 
+class Missed(UserError):
+    """The result is not what compress.require asks for; the same on all ranks."""
+
+
 def compress(config: DictConfig, folder: Path) -> Path:
     """Carry out one compression, or a series of them; returns the report."""
-    check_options(config, COMPRESS_RULES)
+    check(config)
     steps = _series(config)
     if not steps:
         return compress_once(config, folder)
@@ -88,7 +94,8 @@ def compress_once(config: DictConfig, folder: Path) -> Path:
     """Plan, fine-tune, write the artefact, measure it, put it into the store; what is done already is not done again.
 
     Raises:
-        UserError: among others, if the result misses what compress.require asks for.
+        Missed: if the result is not what compress.require asks for.
+        UserError: for what cannot be.
     """
     open_log(folder, launched_rank())
     training = training_config(config)
@@ -96,7 +103,7 @@ def compress_once(config: DictConfig, folder: Path) -> Path:
     with ExitStack() as closing:
         report = _carry_out(config, training, folder, communicator, closing)
     if report.missed:
-        raise UserError(f"{report.missed}: the result lies in {folder / 'rejected'}", agreed=True)
+        raise Missed(f"{report.missed}: the result lies in {folder / 'rejected'}", agreed=True)
     return folder / "report.json"
 
 
@@ -110,12 +117,39 @@ def _carry_out(
     store = open_store(training, folder)
     report = communicator.on_writer(lambda: Report.read(folder), "report")
     if report is not None:
+        if communicator.writes:
+            show(report)
         return report
-    if config.compress.finetune is None:
+    if config.compress.method == "quantize":
         quantize(training, folder, plan, communicator)
     else:
         finetune(training, folder, plan)
     return communicator.on_writer(lambda: finish(training, folder, store, plan), "artefact")
+
+
+def check(config: DictConfig) -> None:
+    """Refuse what would give another result than is asked for; names of layers become text.
+
+    Raises:
+        UserError: names the option.
+    """
+    check_options(config, COMPRESS_RULES)
+    options = config.compress
+    for key in ("layers", "skip"):
+        if key in options and not OmegaConf.is_list(options[key]):
+            raise UserError(f"compress.{key}={options[key]} must be a list, as in 'compress.{key}=[name]'", agreed=True)
+        if key in options:
+            options[key] = [str(name) for name in options[key]]  # torch's may be numbers
+    if options.method == "chain":
+        return
+    if (options.finetune is None) != (options.method == "quantize"):
+        raise UserError(
+            f"compress.finetune={options.finetune} does not go with compress.method={options.method}", agreed=True
+        )
+    if options.get("pattern") == "2:4" and options.schedule == "gradual":
+        raise UserError("compress.schedule=gradual does not go with compress.pattern=2:4: use one_shot", agreed=True)
+    if options.get("rank") is not None and options.sweep:
+        raise UserError("compress.sweep is over energies, which compress.rank replaces: leave one out", agreed=True)
 
 
 def _agree_on_plan(
@@ -143,17 +177,21 @@ def training_config(config: DictConfig) -> DictConfig:
 def make_plan(config: DictConfig, training: DictConfig, engine: Engine, folder: Path) -> Plan:
     """Read plan.json, or verify the source, keep a copy of its model and decide."""
     recipe = _plain(config.compress)
+    source = [str(Path(config["from"]).resolve()), str(config.from_checkpoint)]
     if (folder / PLAN).exists():
         plan = Plan(**json.loads((folder / PLAN).read_text("utf-8")))
         if plan.recipe != recipe:
             raise UserError(f"{folder} was begun with other options: set them back, or use another name=...")
+        if plan.source != source:
+            was = f"from={plan.source[0]} from_checkpoint={plan.source[1]}"
+            raise UserError(f"{folder} was begun with {was}: set them back, or use another name=...")
         return plan
     parent = Store(Path(config["from"]) / "checkpoints").find_good(config.from_checkpoint).folder
     load_all(engine, parent)
     shutil.rmtree(folder / "source", ignore_errors=True)
     export_model(parent, folder / "source")
     model, remarks = _decide(config, training, engine, folder)
-    plan = Plan(str(parent.resolve()), sha256(parent / FILE), recipe, model, remarks)
+    plan = Plan(str(parent.resolve()), sha256(parent / FILE), source, recipe, model, remarks)
     write_durably(folder / f"{PLAN}.tmp", json.dumps(vars(plan), indent=2))
     (folder / f"{PLAN}.tmp").rename(folder / PLAN)
     return plan
@@ -351,10 +389,14 @@ def _publish(store: Store, folder: Path, checkpoint: Checkpoint | None, plan: Pl
 def _series(config: DictConfig) -> list[tuple[str, list[str]]]:
     """The names and options of the compressions that the config asks for; none if it is a single one."""
     options = config.compress
-    if options.get("steps"):
-        return [(_step_name(number, step), shlex.split(step)) for number, step in enumerate(options.steps, 1)]
+    if options.method == "chain":
+        if not options.get("steps"):
+            raise UserError("compress=chain needs steps, as in \"compress.steps=['compress=prune','compress=int8']\"")
+        return [(_step_name(number, step), _words(number, step)) for number, step in enumerate(options.steps, 1)]
     if not options.get("sweep"):
         return []
+    if not OmegaConf.is_list(options.sweep):
+        raise UserError(f"compress.sweep={options.sweep} must be a list, as in compress.sweep=[0.5,0.8]")
     knob = next((name for name in ("sparsity", "energy") if name in options), None)
     if knob is None:
         raise UserError(f"compress.sweep needs a method with a sparsity or energy, not {options.method}")
@@ -362,27 +404,58 @@ def _series(config: DictConfig) -> list[tuple[str, list[str]]]:
     return [(f"{knob}-{value}", [*own, "compress.sweep=null", f"compress.{knob}={value}"]) for value in options.sweep]
 
 
-def _step_name(number: int, step: str) -> str:
-    choice = re.search(r"\bcompress=(\w+)", step)
+def _words(number: int, step: str) -> list[str]:
+    try:
+        return shlex.split(step)
+    except ValueError as error:
+        raise UserError(f"step {number} of compress.steps is {step!r}: {error}") from error
+
+
+def _step_name(number: int, step: Any) -> str:
+    choice = re.search(r"\bcompress=(\w+)", str(step))
     if choice is None or choice[1].startswith("chain"):
         raise UserError(f"step {number} of compress.steps is {step!r}: it must say what to do, as in compress=prune")
     return f"{number}-{choice[1]}"
 
 
 def compress_series(steps: list[tuple[str, list[str]]], config: DictConfig, folder: Path) -> Path:
-    """Carry them out in folders of their own, each on the last one's result in a chain, then compare all."""
-    chain = bool(config.compress.get("steps"))
+    """Carry them out in folders of their own, each on the last one's result in a chain, then compare all.
+
+    Raises:
+        Missed: if a result is not what compress.require asks for: at once in a chain, at the end of a sweep.
+        UserError: for what cannot be, before the first one begins.
+    """
+    chain, missed = config.compress.method == "chain", []
+    for name, single in [*_composed(steps, config, folder, chain)]:
+        try:
+            compress_once(single, folder / name)
+        except Missed as error:
+            if chain:
+                raise
+            missed.append(f"{name}: {error}")
+    communicator = _communicator(folder / steps[0][0])
+    communicator.on_writer(lambda: measure_apart(folder, [name for name, _ in steps]).write(folder), "series")
+    if missed:
+        raise Missed("; ".join(missed), agreed=True)
+    return folder / "report.json"
+
+
+def _composed(
+    steps: list[tuple[str, list[str]]], config: DictConfig, folder: Path, chain: bool
+) -> Iterator[tuple[str, DictConfig]]:
+    """The config of each."""
     source, which = str(config["from"]), str(config.from_checkpoint)
     for name, overrides in steps:
         own = [f"from={source}", f"from_checkpoint={which}", f"name={config.name}/{name}", f"resume={config.resume}"]
         single = compose("compress", [*overrides, *own])
-        check_options(single, COMPRESS_RULES)
-        compress_once(single, folder / name)
+        check(single)
+        if chain and single.compress.sweep:
+            raise UserError(f"{name} has a compress.sweep, and a step has one result: sweep outside of the chain")
+        if chain and single.compress.method in ("quantize", "qat") and name != steps[-1][0]:
+            raise UserError(f"{name} makes a file for a runtime, of which no other step can make anything: put it last")
+        yield name, single
         if chain:
             source, which = str(folder / name), TAG
-    communicator = _communicator(folder / steps[0][0])
-    communicator.on_writer(lambda: measure_apart(folder, [name for name, _ in steps]).write(folder), "series")
-    return folder / "report.json"
 
 
 def _communicator(run: Path) -> Communicator:

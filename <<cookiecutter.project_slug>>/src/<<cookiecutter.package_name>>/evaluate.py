@@ -18,6 +18,7 @@ from .engine import Engine, open_engine
 from .errors import UserError, end_well
 from .loop import evaluate
 from .options import read_options
+from .weights import FILE
 
 
 def read_config(run: Path, changes: list[str]) -> DictConfig:
@@ -48,8 +49,10 @@ def load_all(engine: Engine, folder: Path) -> None:
     """Take every weight of a checkpoint or model folder.
 
     Raises:
-        UserError: if it is of another architecture.
+        UserError: if it is of another architecture, or holds a file for another runtime instead.
     """
+    if not (folder / FILE).exists():
+        raise UserError(f"{folder} has no {FILE}, as after quantization: name a checkpoint that was trained")
     misfits = [f"{name} {what}" for name, what in engine.load_weights(folder).items() if what != "loaded"]
     if misfits:
         raise UserError(f"{folder} is of another model: {misfits[0]}; use it with the options it was made with")

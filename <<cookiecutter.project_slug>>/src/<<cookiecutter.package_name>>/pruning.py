@@ -5,6 +5,7 @@ from __future__ import annotations
 from fnmatch import fnmatch
 from typing import Any, Protocol
 
+import numpy as np
 import numpy.typing as npt
 
 from . import masks
@@ -13,6 +14,8 @@ from .engine import Hooks
 from .errors import UserError
 from .masks import Masks, Weights
 from .sampler import Share
+
+STEPS = "/steps"  # no weight is called so
 
 
 class Layers(Protocol):
@@ -86,14 +89,15 @@ class Pruning(Hooks):
         self.check()
 
     def state(self) -> dict[str, npt.NDArray[Any]]:
-        """The masks, one bit a weight."""
-        return dict(masks.pack(self.masks))
+        """The masks, one bit a weight, and how many steps were made, which says when to choose again."""
+        return {**masks.pack(self.masks), STEPS: np.array([self._steps])}
 
     def restore(self, state: dict[str, npt.NDArray[Any]]) -> None:
-        """Take the masks of a checkpoint."""
+        """Take what a checkpoint has."""
         shapes = {name: array.shape for name, array in self._layers.weights().items()}
-        self._layers.hold(masks.unpack(state, shapes))
-        self.masks = masks.unpack(state, shapes)
+        self._steps = int(state[STEPS][0])
+        self.masks = masks.unpack({name: bits for name, bits in state.items() if name != STEPS}, shapes)
+        self._layers.hold(self.masks)
 
 
 def select(names: list[str], wanted: list[str], skip: list[str]) -> list[str]:

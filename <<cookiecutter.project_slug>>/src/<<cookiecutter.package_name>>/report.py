@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -327,7 +327,8 @@ def main() -> None:
     if old is None:
         raise UserError(f"{options.folder} has no {FIGURES}: name the folder of a finished compression")
     steps = [name for name in old.models if (options.folder / name / "plan.json").exists()]
-    measure(options.folder, options.series or steps).write(options.folder)
+    new = measure(options.folder, options.series or steps)
+    replace(new, missed=old.missed).write(options.folder)  # the job has acted on its own figures
 
 
 if __name__ == "__main__":
