@@ -130,6 +130,25 @@ def test_channels_go_with_all_that_depends_on_them(scope: str) -> None:
         assert [[*one.values()] for one in widths.values()] == [[4], [3], [4], [5]]
 
 
+class Subclassed(keras.Model):  # type: ignore[misc]
+    """Without a graph, with a layer that is called twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.deep = layers.DepthwiseConv2D(3, padding="same")
+        self.thin = layers.SeparableConv2D(16, 3, padding="same")
+        self.pool, self.twice = layers.GlobalAveragePooling2D(), layers.Dense(16)
+
+    def call(self, inputs: Any) -> Any:
+        return self.twice(self.twice(self.pool(self.thin(self.deep(inputs)))))
+
+
+def test_every_call_of_every_layer_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(f"{PACKAGE}.tensorflow.measure.load_model", lambda *_: Subclassed())
+    depthwise, separable, dense = 8 * 8 * 3 * 9, 8 * 8 * (9 * 3 + 3 * 16), 2 * 16 * 16
+    assert count(Path(), (8, 8, 3), ())["macs"] == depthwise + separable + dense
+
+
 def test_what_is_not_known_stays_whole() -> None:
     inputs = keras.Input((8, 8, 3))
     x = layers.Conv2D(8, 3, name="first")(inputs)

@@ -55,6 +55,26 @@ def test_a_smaller_residual_network_is_built_again(choose: Any, options: Any) ->
     assert sizes[1] < 0.9 * sizes[0]
 
 
+@pytest.mark.parametrize(
+    ("layers", "sentence"),
+    [
+        (
+            [nn.Conv2d(3, 16, 3), nn.GroupNorm(4, 16), nn.Conv2d(16, 8, 3), nn.Flatten(), nn.LazyLinear(10)],
+            "1, a GroupNorm",
+        ),
+        (
+            [nn.Conv2d(3, 16, 3), nn.Conv2d(16, 10, 1), nn.AdaptiveAvgPool2d(1), nn.Flatten()],
+            "cuts what this model answers",
+        ),
+    ],
+)
+def test_channels_that_cannot_go_are_refused(layers: list[nn.Module], sentence: str) -> None:
+    model, inputs = nn.Sequential(*layers), torch.rand(2, 3, 8, 8)
+    model(inputs)
+    with pytest.raises(UserError, match=sentence):
+        fewer_channels(model, CHANNELS, inputs, 10)
+
+
 @torch.no_grad()
 def test_a_layer_of_low_rank_is_factored_without_loss() -> None:
     layer = nn.Conv2d(8, 32, 3, stride=2, padding=1)

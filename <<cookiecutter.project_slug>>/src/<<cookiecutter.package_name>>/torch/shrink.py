@@ -94,7 +94,7 @@ def fewer_channels(model: nn.Module, options: Any, inputs: Tensor, classes: int)
     layers = {name: module for name, module in model.named_modules() if isinstance(module, nn.Conv2d | nn.Linear)}
     chosen = select([*layers], list(options.layers), list(options.skip))
     last = [name for name, module in layers.items() if getattr(module, "out_features", 0) == classes][-1:]
-    before = _all_widths(model)
+    before, shapes = _all_widths(model), _shapes(model)
     pruner = torch_pruning.pruner.BasePruner(
         model.eval(),
         inputs,
@@ -105,10 +105,37 @@ def fewer_channels(model: nn.Module, options: Any, inputs: Tensor, classes: int)
         ignored_layers=[module for name, module in layers.items() if name not in chosen or name in last],
     )
     pruner.step()
+    _check_pruned(model, shapes, inputs, classes)
     after = {name: widths for name, widths in _all_widths(model).items() if widths != before[name]}
     if not after:
         raise UserError(f"compress.sparsity={options.sparsity} removes no channel: choose more, or skip fewer layers")
     return model, [{"kind": "widths", "layers": after}], []
+
+
+def _shapes(model: nn.Module) -> dict[str, torch.Size]:
+    return {name: parameter.shape for name, parameter in model.named_parameters()}
+
+
+def _check_pruned(model: nn.Module, before: Mapping[str, torch.Size], inputs: Tensor, classes: int) -> None:
+    """Refuse a model that no longer answers for its classes, or that could not be rebuilt from its widths.
+
+    Raises:
+        UserError: names a layer that stands in the way.
+    """
+    for name, shape in _shapes(model).items():
+        layer = name.rpartition(".")[0]
+        if shape != before[name] and not _widths(model.get_submodule(layer)):
+            kind = type(model.get_submodule(layer)).__name__
+            raise UserError(
+                f"compress=channels cannot rebuild {layer}, a {kind}: name the layers before it in compress.skip"
+            )
+    try:
+        with torch.inference_mode():
+            width = model(inputs).shape[-1]
+    except RuntimeError as error:
+        raise UserError(f"compress=channels breaks this model ({error}): use compress=low_rank or prune") from error
+    if width != classes:
+        raise UserError("compress=channels cuts what this model answers with: name its last layer in compress.skip")
 
 
 def _all_widths(model: nn.Module) -> dict[str, dict[str, int]]:
