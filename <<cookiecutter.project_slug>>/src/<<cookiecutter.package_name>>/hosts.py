@@ -105,7 +105,9 @@ def _split(where: str) -> tuple[str, str | None]:
 def _checked_name(name: str) -> str:
     bare = name[1:-1] if name.startswith("[") and name.endswith("]") else name
     address = _address(bare)
-    if address is None and not _NAME.fullmatch(name):
+    if address is None and not (
+        _NAME.fullmatch(name) and all(0 < len(part) < 64 for part in name.rstrip(".").split("."))
+    ):
         raise ValueError(f"has no valid host name ('{name}')")
     return str(address or name)
 

@@ -17,6 +17,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 from .doctor import check
 from .elastic import Limits, Pool, run_elastic
@@ -40,6 +41,7 @@ from .transport import (
 )
 
 PACKAGE = __package__.partition(".")[0]
+DISCOVER_S, ANSWER_S = 60, 20  # seconds for a command that lists hosts, and for a host to answer
 LEAST = {"grace": 0, "min": 1, "max": 1, "slots": 1, "wait": 0, "restarts": 0}
 ELASTIC_ALONE = ("discover", "min", "max", "slots", "wait", "restarts")
 
@@ -127,7 +129,11 @@ def discovered_hosts(options: argparse.Namespace) -> list[Host]:
     if options.discover is None:
         hosts = listed_hosts(options)
     else:
-        done = subprocess.run(options.discover, shell=True, capture_output=True, text=True, check=False)
+        try:
+            pipes: dict[str, Any] = {"capture_output": True, "text": True, "errors": "replace"}
+            done = subprocess.run(options.discover, shell=True, check=False, timeout=DISCOVER_S, **pipes)
+        except subprocess.TimeoutExpired:
+            raise UserError(f"--discover '{options.discover}' took over {DISCOVER_S} s: try it by hand") from None
         if done.returncode != 0:
             said = done.stderr.strip() or "it says nothing"
             raise UserError(f"--discover '{options.discover}' ended with {done.returncode} ({said}): try it by hand")
@@ -260,7 +266,11 @@ class Launcher:
         if is_here(host.name):
             return True
         command = [*ssh_command(host.name, self.options.port), "true"]
-        return subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=False).returncode == 0
+        try:
+            done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=False, timeout=ANSWER_S)
+        except subprocess.TimeoutExpired:
+            return False
+        return done.returncode == 0
 
     def describe(self, hosts: list[Host]) -> str:
         """The command lines, to read and to copy."""
@@ -316,10 +326,12 @@ def launch(options: argparse.Namespace) -> Failure | None:
 
 def main() -> None:
     """Launch, and say what has ended the job unless a rank has said it already."""
-    failure = launch(parse(sys.argv[1:]))
+    options = parse(sys.argv[1:])
+    failure = launch(options)
     if failure is None:
         return
-    if failure.code not in (USER_ERROR, PREEMPTED):
+    said = (PREEMPTED,) if options.command else (USER_ERROR, PREEMPTED)  # a rank of this project says it itself
+    if failure.code not in said:
         announce(failure)
     sys.exit(failure.code)
 
