@@ -392,7 +392,7 @@ def _series(config: DictConfig) -> list[tuple[str, list[str]]]:
     if options.method == "chain":
         if not options.get("steps"):
             raise UserError("compress=chain needs steps, as in \"compress.steps=['compress=prune','compress=int8']\"")
-        return [(_step_name(number, step), _words(number, step)) for number, step in enumerate(options.steps, 1)]
+        return [_step(number, str(step)) for number, step in enumerate(options.steps, 1)]
     if not options.get("sweep"):
         return []
     if not OmegaConf.is_list(options.sweep):
@@ -404,18 +404,15 @@ def _series(config: DictConfig) -> list[tuple[str, list[str]]]:
     return [(f"{knob}-{value}", [*own, "compress.sweep=null", f"compress.{knob}={value}"]) for value in options.sweep]
 
 
-def _words(number: int, step: str) -> list[str]:
-    try:
-        return shlex.split(step)
-    except ValueError as error:
-        raise UserError(f"step {number} of compress.steps is {step!r}: {error}") from error
-
-
-def _step_name(number: int, step: Any) -> str:
-    choice = re.search(r"\bcompress=(\w+)", str(step))
+def _step(number: int, step: str) -> tuple[str, list[str]]:
+    """The name and the options of a step of a chain."""
+    choice = re.search(r"\bcompress=(\w+)", step)
     if choice is None or choice[1].startswith("chain"):
         raise UserError(f"step {number} of compress.steps is {step!r}: it must say what to do, as in compress=prune")
-    return f"{number}-{choice[1]}"
+    try:
+        return f"{number}-{choice[1]}", shlex.split(step)
+    except ValueError as error:
+        raise UserError(f"step {number} of compress.steps is {step!r}: {error}") from error
 
 
 def compress_series(steps: list[tuple[str, list[str]]], config: DictConfig, folder: Path) -> Path:

@@ -38,6 +38,7 @@ from .transport import (
     own_address,
     plan_gloo,
     plan_mpi,
+    ranks_of,
 )
 
 PACKAGE = __package__.partition(".")[0]
@@ -189,7 +190,7 @@ def place(hosts: list[Host], ranks: int | None, most: int | None = None) -> list
     """
     if not hosts:
         return [Host(LOCAL, ranks or count_gpus() or 2)]
-    slots = sum(host.slots or 1 for host in hosts)
+    slots = sum(map(ranks_of, hosts))
     return allot(hosts, ranks or min(slots, most or slots))
 
 
