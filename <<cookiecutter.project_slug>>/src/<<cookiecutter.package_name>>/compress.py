@@ -136,8 +136,6 @@ def check(config: DictConfig) -> None:
     check_options(config, COMPRESS_RULES)
     options = config.compress
     for key in ("layers", "skip"):
-        if key in options and not OmegaConf.is_list(options[key]):
-            raise UserError(f"compress.{key}={options[key]} must be a list, as in 'compress.{key}=[name]'", agreed=True)
         if key in options:
             options[key] = [str(name) for name in options[key]]  # torch's may be numbers
     if options.method == "chain":
@@ -395,8 +393,6 @@ def _series(config: DictConfig) -> list[tuple[str, list[str]]]:
         return [_step(number, str(step)) for number, step in enumerate(options.steps, 1)]
     if not options.get("sweep"):
         return []
-    if not OmegaConf.is_list(options.sweep):
-        raise UserError(f"compress.sweep={options.sweep} must be a list, as in compress.sweep=[0.5,0.8]")
     knob = next((name for name in ("sparsity", "energy") if name in options), None)
     if knob is None:
         raise UserError(f"compress.sweep needs a method with a sparsity or energy, not {options.method}")

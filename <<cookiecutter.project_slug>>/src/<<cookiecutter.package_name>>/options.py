@@ -48,11 +48,27 @@ class OneOf:
         return f"one of {names}" + (", or {_target_: a class of yours}" if self.open else "")
 
 
+@dataclass(frozen=True)
+class ListOf:
+    """A list; `example` is one."""
+
+    example: str
+
+    def accepts(self, value: Any) -> bool:
+        """Whether the value is a list."""
+        return OmegaConf.is_list(value)
+
+    def __str__(self) -> str:
+        return f"a list, as in {self.example}"
+
+
+Rule = Number | OneOf | ListOf
+
 WHOLE, FROM_ZERO = Number(), Number(low=0)
 POSITIVE, NOT_NEGATIVE = Number(low=1e-12, real=True), Number(low=0, real=True)
 SWITCH = OneOf((True, False))
 
-RULES: dict[str, Number | OneOf] = {
+RULES: dict[str, Rule] = {
     "engine": OneOf(("torch", "tensorflow")),
     "epochs": WHOLE,
     "seed": FROM_ZERO,
@@ -104,7 +120,10 @@ RULES: dict[str, Number | OneOf] = {
 }
 
 
-COMPRESS_RULES: dict[str, Number | OneOf] = {
+COMPRESS_RULES: dict[str, Rule] = {
+    "compress.layers": ListOf("[name]"),
+    "compress.skip": ListOf("[name]"),
+    "compress.sweep": ListOf("[0.5,0.8]"),
     "compress.sparsity": Number(low=0, high=0.9999, real=True),
     "compress.scope": OneOf(("global", "layer")),
     "compress.schedule": OneOf(("one_shot", "gradual")),
@@ -128,6 +147,7 @@ COMPRESS_RULES: dict[str, Number | OneOf] = {
 }
 
 NULLABLE = {
+    "compress.sweep",
     "compress.rank",
     "compress.require.max_accuracy_drop",
     "compress.require.max_latency_ratio",
@@ -146,7 +166,7 @@ NULLABLE = {
 ABSENT = object()  # an option that the chosen config groups do not have
 
 
-def check_options(config: DictConfig, rules: Mapping[str, Number | OneOf] = RULES) -> None:
+def check_options(config: DictConfig, rules: Mapping[str, Rule] = RULES) -> None:
     """Check every option that has a rule.
 
     Raises:
