@@ -24,6 +24,12 @@ def communicator() -> Communicator:
     return open_communicator("tensorflow")
 
 
+@pytest.fixture(autouse=True)
+def full_precision() -> None:
+    """Whatever an engine of an earlier test has set."""
+    keras.config.set_dtype_policy("float32")
+
+
 def fit(ranks: int, folder: Path, *mode: str) -> str:
     folder.mkdir(exist_ok=True)
     result = run_ranks(ranks, SCRIPT, str(folder), *mode)
@@ -77,6 +83,14 @@ def test_a_loss_scaled_optimizer_is_wrapped_as_a_whole(communicator: Communicato
     loaded = keras.saving.load_model(tmp_path / "model.keras")
     assert type(loaded.optimizer) is keras.optimizers.LossScaleOptimizer
     assert type(loaded.optimizer.inner_optimizer) is keras.optimizers.AdamW
+
+
+def test_one_that_compile_has_wrapped_is_refused(communicator: Communicator) -> None:
+    """Its scale would be each rank's own."""
+    keras.config.set_dtype_policy("mixed_float16")
+    model = make_model(distribute(keras.optimizers.SGD(0.1)))
+    with pytest.raises(UserError, match=r"pass distribute\(keras\.optimizers\.LossScaleOptimizer\(optimizer\)\) to"):
+        model.fit(np.ones((8, 4)), np.ones((8, 2)), verbose=0, callbacks=[Synchronize()])
 
 
 def test_an_optimizer_of_your_own_keeps_its_name(communicator: Communicator) -> None:

@@ -43,9 +43,13 @@ class Synchronize(keras.callbacks.Callback):  # type: ignore[misc]
         """Keras calls this before it compiles the step."""
         super().set_model(model)
         if not hasattr(model.optimizer, "distributed"):
+            scaled = hasattr(
+                getattr(model.optimizer, "inner_optimizer", None), "distributed"
+            )  # by compile, for float16
+            whole = "distribute(keras.optimizers.LossScaleOptimizer(optimizer))" if scaled else "distribute(optimizer)"
             raise UserError(
                 f"the optimizer {type(model.optimizer).__name__} is not distributed, so each rank would train a model"
-                " of its own: pass distribute(optimizer) to model.compile"
+                f" of its own: pass {whole} to model.compile"
             )
         if model.jit_compile:
             raise UserError("jit_compile=True cannot be: XLA has no Horovod operations; pass jit_compile=False")
