@@ -39,7 +39,7 @@ def test_every_form_of_a_hostfile(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("a:x", "'a:x' has x slots, which must be a whole number of at least 1: write 'host', 'host:4'"),
+        ("a:x", "'a:x' has x slots, which must be a whole number from 1 to 999999: write 'host', 'host:4'"),
         ("a:0", "has 0 slots"),
         ("a:", "has no number of slots"),
         ("a slots=-1", "has -1 slots"),

@@ -5,19 +5,29 @@ import re
 import shlex
 import subprocess
 import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from jobs import PACKAGE, ROOT, environment
 
+from << cookiecutter.package_name >> import launch
 from << cookiecutter.package_name >>.elastic import Limits, Pool
 from << cookiecutter.package_name >>.errors import UserError
 from << cookiecutter.package_name >>.hosts import Host
-from << cookiecutter.package_name >>.launch import command_of, discovered_hosts, parse, place, ranks_wanted, run_folder
+from << cookiecutter.package_name >>.launch import (
+    Launcher,
+    command_of,
+    discovered_hosts,
+    parse,
+    place,
+    ranks_wanted,
+    run_folder,
+)
 from << cookiecutter.package_name >>.network import Interface, Network
 from << cookiecutter.package_name >>.supervise import _first_of_mpi, _split
-from << cookiecutter.package_name >>.transport import Start, mpirun_command, passed_names, plan_gloo
+from << cookiecutter.package_name >>.transport import Start, choose_transport, mpirun_command, passed_names, plan_gloo
 
 EXPECTED = Path(__file__).parent / "expected"
 HOSTS = [Host("a.example", 2), Host("b.example", 1)]
@@ -104,7 +114,14 @@ def test_a_dry_run_of_an_elastic_job_is_its_largest_start() -> None:
         (["-H", "a..b"], "'a..b' has no valid host name"),
         (["-H", "a" * 64], "has no valid host name"),
         (["--command", "--", "sh", "-c", "exit 2"], "ended with code 2"),
-        (["-H", "a:0"], "'a:0' has 0 slots, which must be a whole number of at least 1"),
+        (["-H", "a:0"], "'a:0' has 0 slots, which must be a whole number from 1 to 999999"),
+        (["-H", ""], "'' is no host"),
+        (["-H", "localhost,127.0.0.1."], "localhost and 127.0.0.1 are both this machine: list it once"),
+        (["--transport", "mpi", "-H", "2001:db8::1"], "2001:db8::1 is no host for mpirun, which takes no IPv6 address"),
+        (["--network", "10.0.0.0/8"], "--network is of use with other hosts only"),
+        (["--network", "eth0", "-H", "a"], "--network eth0 is no subnet"),
+        (["--port", "0", "-H", "a"], "--port: '0' is no port, which is a number from 1 to 65535"),
+        (["--transport", "tcp"], "--transport: invalid choice: 'tcp'"),
         (["-H", "a", "--hosts", "file"], "--hosts and -H both name hosts: give one of them"),
         (["--hosts", "no-such-file"], f"the hostfile {ROOT / 'no-such-file'} cannot be read"),
         (["--module", "nothing"], "--module nothing is not in this project"),
@@ -113,7 +130,14 @@ def test_a_dry_run_of_an_elastic_job_is_its_largest_start() -> None:
         (["--elastic"], "--elastic needs to know the hosts"),
         (["--elastic", "--discover", "exit 3"], "--discover 'exit 3' ended with 3 (it says nothing)"),
         (["--elastic", "-H", "a", "--slots", "0"], "--slots 0 must be at least 1"),
+        (["--elastic", "-H", "a", "--discover", "true"], "--discover and -H both name hosts"),
+        (
+            ["--elastic", "--discover", "echo; echo a slots=x"],
+            "--discover 'echo; echo a slots=x', line 2: 'a slots=x' has",
+        ),
+        (["--elastic", "-H", "a", "--min", "2", "--dry-run"], "the hosts have 1 slots now, fewer than --min 2"),
         (["--grace", "-1"], "--grace -1 must be at least 0"),
+        (["--grace", "nan"], "--grace: 'nan' is no number of seconds"),
         (["--min", "2"], "--min is of use with --elastic only"),
         (["--env", "NO_SUCH=1"], "--env NO_SUCH=1: there is no such variable here"),
         (["name=first", "-n", "2"], "-n stands behind name=first, where the training's options begin"),
@@ -166,15 +190,15 @@ def test_the_folder_of_a_run() -> None:
 
 
 def test_discovered_hosts() -> None:
-    found = discovered_hosts(parse(["--elastic", "--slots", "4", "--discover", "echo a; echo b:2"]))
-    assert found == [Host("a", 4), Host("b", 2)]
+    found = discovered_hosts(parse(["--elastic", "--slots", "4", "--discover", "echo a; echo b:2; echo c slots=3"]))
+    assert found == [Host("a", 4), Host("b", 2), Host("c", 3)]
     assert discovered_hosts(parse(["--elastic", "--discover", "true"])) == []
 
 
 def test_a_pool_prefers_the_hosts_in_use_and_leaves_failed_ones_alone() -> None:
     limits = Limits(minimum=2, maximum=3, wait_s=1, restarts=3)
     listed = [Host("a", 1), Host("b", 2), Host("c", 2)]
-    pool = Pool(lambda: listed, lambda host: host.name != "a", limits)
+    pool = Pool(lambda: listed, lambda host, known: "it does not answer" if host.name == "a" else "", limits)
     while len(pool.choice()) < 2:
         pass
     assert pool.choice() == [Host("b", 2), Host("c", 1)]
@@ -187,6 +211,38 @@ def test_a_pool_prefers_the_hosts_in_use_and_leaves_failed_ones_alone() -> None:
     listed.remove(Host("c", 2))
     while not pool.has_changed():
         pass
+
+
+def test_a_host_that_is_slow_and_a_discovery_that_fails_keep_no_other_host_waiting() -> None:
+    asked, never = [], threading.Event()
+
+    def discover() -> list[Host]:
+        asked.append(len(asked))
+        if len(asked) > 1:
+            raise RuntimeError("a fault of any kind")
+        return [Host("slow"), Host("b"), Host("c")]
+
+    pool = Pool(discover, lambda host, known: str(never.wait() if host.name == "slow" else ""), Limits(2, None, 1, 3))
+    while pool.choice() != [Host("b", 1), Host("c", 1)]:
+        pass
+
+
+def test_what_hangs_has_a_limit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """An ssh that never ends, and a command that lists hosts."""
+    (tmp_path / "ssh").write_text("#!/bin/sh\nexec sleep 600\n")
+    (tmp_path / "ssh").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setattr(launch, "ANSWER_S", 0.2)
+    monkeypatch.setattr(launch, "DISCOVER_S", 0.2)
+    launcher = Launcher(parse(["--transport", "gloo"]), [])
+    assert launcher.fault(Host("192.0.2.1"), known=True) == "it does not answer"
+    with pytest.raises(UserError, match=r"--discover 'sleep 600' took over 0.2 s: try it by hand"):
+        discovered_hosts(parse(["--elastic", "--discover", "sleep 600"]))
+
+
+def test_ipv6_addresses_go_over_gloo() -> None:
+    hosts = [Host("2001:db8::1", 1), Host("2001:db8::2", 1)]
+    assert choose_transport("auto", hosts) == "gloo"
 
 
 def test_reports_are_taken_out_of_what_the_ranks_print() -> None:

@@ -30,6 +30,9 @@ class Finding:
     found: str
     way_out: str = ""
 
+    def __str__(self) -> str:
+        return f"{names(self.hosts)}: {self.found}: {self.way_out}"
+
 
 def check_ssh(survey: Survey) -> list[Finding]:
     """Who answers, and the reasons of those who do not."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import secrets
@@ -17,10 +16,11 @@ from typing import Any
 
 from . import checks
 from .checks import Finding
-from .errors import UserError
+from .errors import Parser, end_at_sigterm, end_well
 from .hosts import Host, parse_hosts, read_hosts
-from .network import Network, is_here
+from .network import Network, is_here, parse_subnet
 from .probe import nearest
+from .ssh import port_number
 from .survey import HERE, Survey
 
 FAULT_CODE = 2
@@ -118,12 +118,18 @@ def _run(job: list[str]) -> tuple[int | None, str, str]:
         try:
             output, errors = process.communicate(timeout=JOB_S)
         except subprocess.TimeoutExpired:
-            process.terminate()
-            with suppress(subprocess.TimeoutExpired):
-                process.communicate(timeout=STOP_S)
-            process.kill()
             return None, "", ""
+        finally:
+            if process.poll() is None:
+                _stop(process)
     return process.returncode, output, errors
+
+
+def _stop(process: subprocess.Popen[str]) -> None:
+    process.terminate()
+    with suppress(subprocess.TimeoutExpired):
+        process.communicate(timeout=STOP_S)
+    process.kill()
 
 
 def _place(host: Host) -> str:
@@ -131,33 +137,35 @@ def _place(host: Host) -> str:
     return f"[{host.name}]:1" if ":" in host.name else f"{host.name}:1"
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Print the findings; returns 0, or 2 if there is a fault."""
-    options = _parse(arguments)
-    try:
-        hosts = read_hosts(options.hosts) if options.hosts else parse_hosts(options.H) if options.H else []
-        diagnosis = check(hosts, options.folder, options.port, options.network, options.quick)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return FAULT_CODE
+def main() -> None:
+    """Print the findings; the exit code is 0, or 2 if there is a fault."""
+    end_at_sigterm()
+    options = _parse(sys.argv[1:])
+    hosts = read_hosts(options.hosts) if options.hosts else [] if options.H is None else parse_hosts(options.H)
+    diagnosis = check(hosts, options.folder, options.port, options.network, options.quick)
     if options.json:
         print(json.dumps([asdict(finding) for finding in diagnosis.findings], indent=2))
     else:
         _print_table(diagnosis.findings)
-    return FAULT_CODE if diagnosis.faults() else 0
+    sys.exit(FAULT_CODE if diagnosis.faults() else 0)
 
 
-def _parse(arguments: list[str] | None) -> Any:
-    parser = argparse.ArgumentParser(prog="doctor", description=__doc__)
+def _parse(arguments: list[str]) -> Any:
+    parser = Parser(prog="doctor", description=__doc__)
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--hosts", type=Path, metavar="FILE", help="a hostfile; without hosts, this machine alone")
     which.add_argument("-H", metavar="a:4,b:4", help="the hosts and their slots")
     parser.add_argument("--folder", type=Path, default=Path("runs"), help="of the runs, or of one run (runs)")
-    parser.add_argument("--port", type=int, help="of the hosts' sshd; ssh's own configuration knows it otherwise")
+    parser.add_argument(
+        "--port", type=port_number, help="of the hosts' sshd; ssh's own configuration knows it otherwise"
+    )
     parser.add_argument("--network", metavar="SUBNET", help="for the ranks, such as 10.0.0.0/16")
     parser.add_argument("--quick", action="store_true", help="start no job")
     parser.add_argument("--json", action="store_true", help="the findings as a list of objects")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if options.network is not None:
+        parse_subnet(options.network)
+    return options
 
 
 def _print_table(findings: Sequence[Finding]) -> None:
@@ -176,4 +184,4 @@ def _print_table(findings: Sequence[Finding]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_well(main, lambda: 0)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from .agent import POLL_S
@@ -19,6 +18,7 @@ from .preemption import EXIT_CODE as PREEMPTED
 from .supervise import Failure, Job, announce, noticed_signals
 
 CHECK_EVERY_S = 3.0
+AT_ONCE = 32  # hosts that are asked
 COOLDOWN_S, LONGEST_COOLDOWN_S = 10.0, 600.0
 PAUSE_S = 10.0  # after a loss, times the starts in vain: until the lost host has ended its ranks, and its lock is gone
 
@@ -38,26 +38,29 @@ class Pool:
 
     Args:
         discover: Lists the hosts.
-        answers: Whether a host can be reached; asked before it is counted on.
+        fault: Why a host cannot be used, nothing if it can; asked again and again, and told whether it could before.
         limits: See there.
     """
 
-    def __init__(self, discover: Callable[[], list[Host]], answers: Callable[[Host], bool], limits: Limits) -> None:
-        self._discover, self._answers, self._limits = discover, answers, limits
+    def __init__(self, discover: Callable[[], list[Host]], fault: Callable[[Host, bool], str], limits: Limits) -> None:
+        self._discover, self._fault, self._limits = discover, fault, limits
         self._failures: dict[str, int] = {}
         self._aside_until: dict[str, float] = {}
         self._listed = discover()  # an error here is the user's to mend
-        self._usable: list[Host] = []
+        self._faults: dict[str, str] = {}  # of the hosts that were asked
+        self._asked: set[str] = set()  # those that have not answered yet
         self.used: list[Host] = []
         self._lock = threading.Lock()
+        self._few = threading.BoundedSemaphore(AT_ONCE)
         threading.Thread(target=self._keep_up, daemon=True).start()
 
     def choice(self) -> list[Host]:
         """The best hosts to start on now, those in use first; none while there are too few."""
         with self._lock:
-            usable, used = list(self._usable), {host.name for host in self.used}
+            usable = [host for host in self._listed if self._is_usable(host.name)]
+            used = {host.name for host in self.used}
         usable.sort(key=lambda host: host.name not in used)
-        slots = sum(host.slots or 1 for host in usable)
+        slots = sum(host.ranks for host in usable)
         if slots < self._limits.minimum:
             return []
         return allot(usable, min(slots, self._limits.maximum or slots))
@@ -68,7 +71,7 @@ class Pool:
             listed = {host.name for host in self._listed}
         if any(host.name not in listed for host in self.used):
             return True
-        return sum(host.slots or 1 for host in self.choice()) > sum(host.slots or 1 for host in self.used)
+        return sum(host.ranks for host in self.choice()) > sum(host.ranks for host in self.used)
 
     def put_aside(self, name: str) -> None:
         """Leave a host alone for a while, at each failure for longer."""
@@ -76,31 +79,49 @@ class Pool:
         rest = min(LONGEST_COOLDOWN_S, COOLDOWN_S * 2 ** (failures - 1))
         with self._lock:
             self._aside_until[name] = time.monotonic() + rest
-            self._usable = [host for host in self._usable if host.name != name]
+            self._faults.pop(name, None)
         print(f"launch: host {name} is left alone for {rest:g} s", flush=True)
 
     def forgive(self) -> None:
         """After progress a failure counts as the first one."""
         self._failures.clear()
 
+    def _is_aside(self, name: str) -> bool:
+        return time.monotonic() < self._aside_until.get(name, 0)
+
+    def _is_usable(self, name: str) -> bool:
+        return self._faults.get(name) == "" and not self._is_aside(name)
+
     def _keep_up(self) -> None:
-        with ThreadPoolExecutor(32) as pool:
-            while True:
-                try:
-                    listed = self._discover()
-                except UserError as error:
-                    print(f"launch: {error}", flush=True)
-                    listed = self._listed
-                ready = [host for host in listed if self._aside_until.get(host.name, 0) < time.monotonic()]
-                answers = list(pool.map(self._answers, ready))
-                with self._lock:
-                    self._listed = listed
-                    self._usable = [
-                        host
-                        for host, there in zip(ready, answers, strict=True)
-                        if there and self._aside_until.get(host.name, 0) < time.monotonic()
-                    ]
-                time.sleep(CHECK_EVERY_S)
+        while True:
+            try:
+                listed = self._discover()
+            except Exception as error:  # whatever it is, the job goes on
+                print(f"launch: {error}", flush=True)
+                listed = self._listed
+            with self._lock:
+                self._listed = listed
+                due = [host for host in listed if host.name not in self._asked and not self._is_aside(host.name)]
+                self._asked.update(host.name for host in due)
+            for host in due:  # each by itself: one that is slow keeps none waiting
+                threading.Thread(target=self._ask, args=(host,), daemon=True).start()
+            time.sleep(CHECK_EVERY_S)
+
+    def _ask(self, host: Host) -> None:
+        with self._few:
+            try:
+                fault = self._fault(host, self._faults.get(host.name) == "")
+            except Exception as error:
+                fault = str(error)
+        with self._lock:
+            self._asked.remove(host.name)
+            if self._is_aside(host.name):  # it has failed in the meantime
+                return
+            if fault and fault != self._faults.get(host.name):
+                print(f"launch: host {host.name} is not used: {fault}", flush=True)
+            if fault:
+                self._aside_until[host.name] = time.monotonic() + COOLDOWN_S
+            self._faults[host.name] = fault
 
 
 def run_elastic(
@@ -115,19 +136,35 @@ def run_elastic(
         limits: See there.
     """
     vain, reached, lost = 0, progress(), False
+    started: set[str] = set()  # the hosts of the last start
     while True:
         hosts = _wait_for_hosts(pool, limits, pause=PAUSE_S * vain if lost else 0)
         if hosts is None:
             return Failure("told to stop while waiting for hosts", PREEMPTED)
         pool.used = hosts
         print(f"launch: starting on {', '.join(f'{host.name}:{host.slots}' for host in hosts)}", flush=True)
-        failure, signalled = _attempt(begin, hosts, pool)
-        # What the user can mend ends it, but not that the run is still locked by a host that was lost.
-        if failure is None or signalled or (failure.code == USER_ERROR and not lost):
-            return failure
-        if failure.code == PREEMPTED:
-            print("launch: all have saved; starting again", flush=True)
-            continue
+        try:
+            job = begin(hosts)
+        except UserError as error:
+            newcomers = [host.name for host in hosts if started and host.name not in started]
+            if not (newcomers or lost):
+                raise
+            failure = Failure(str(error), FAILURE)
+            if newcomers:  # the others have trained together
+                announce(failure)
+                for name in newcomers:
+                    pool.put_aside(name)
+                continue
+        else:
+            started = {host.name for host in hosts}
+            ended = job.wait(enough=pool.has_changed)
+            # What the user can mend ends it, but not that the run is still locked by a host that was lost.
+            if ended is None or job.signalled or (ended.code == USER_ERROR and not lost):
+                return ended
+            if ended.code == PREEMPTED:
+                print("launch: all have saved; starting again", flush=True)
+                continue
+            failure = ended
         announce(failure)
         before, reached = reached, progress()
         vain = 1 if reached != before else vain + 1
@@ -138,15 +175,6 @@ def run_elastic(
             pool.forgive()
         if failure.host is not None:
             pool.put_aside(failure.host)
-
-
-def _attempt(begin: Callable[[list[Host]], Job], hosts: list[Host], pool: Pool) -> tuple[Failure | None, bool]:
-    """How one start ended, and whether it was told to from outside."""
-    try:
-        job = begin(hosts)
-    except UserError as error:
-        return Failure(str(error), USER_ERROR), False
-    return job.wait(enough=pool.has_changed), job.signalled
 
 
 def _wait_for_hosts(pool: Pool, limits: Limits, pause: float) -> list[Host] | None:

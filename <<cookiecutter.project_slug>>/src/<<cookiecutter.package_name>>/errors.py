@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
 import difflib
 import errno
 import logging
 import os
 import re
+import signal
 import sys
 import time
 from collections.abc import Callable
-from typing import NoReturn
+from typing import Any, NoReturn
 
 log = logging.getLogger(__name__)
 
@@ -29,6 +31,22 @@ class UserError(Exception):
     def __init__(self, sentence: str, *, agreed: bool = False) -> None:
         super().__init__(sentence)
         self.agreed = agreed
+
+
+class Parser(argparse.ArgumentParser):
+    """A command line of which one sentence says what is wrong, and on which no option is guessed from its beginning."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **settings)
+
+    def error(self, message: str) -> NoReturn:
+        """What argparse calls; its own message is six lines."""
+        raise UserError(f"{message.removeprefix('argument ')}: --help lists the options")
+
+
+def end_at_sigterm() -> None:
+    """Let SIGTERM end this process as an exit does, so that nothing of it stays: temporary files, other processes."""
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
 
 
 def end_well(command: Callable[[], object], rank: Callable[[], int]) -> None:

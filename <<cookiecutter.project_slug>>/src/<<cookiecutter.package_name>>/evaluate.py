@@ -5,7 +5,6 @@ The run's own config is used; options may follow, as in data.root=/elsewhere. Wo
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from .build import open_data
 from .checkpoint import Store
 from .distributed import launched_rank, open_communicator
 from .engine import Engine, open_engine
-from .errors import UserError, end_well
+from .errors import Parser, UserError, end_well
 from .loop import evaluate
 from .options import read_options
 from .weights import FILE
@@ -60,7 +59,7 @@ def load_all(engine: Engine, folder: Path) -> None:
 
 def main() -> None:
     """Read the command line and print one line of JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("run", type=Path, help="the run's folder")
     parser.add_argument("--checkpoint", default="best", help="best, latest, a step, a tag or a folder")
     parser.add_argument("changes", nargs="*", help="options that differ from the run's")

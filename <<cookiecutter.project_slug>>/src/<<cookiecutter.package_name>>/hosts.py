@@ -23,6 +23,11 @@ class Host:
     name: str
     slots: int | None = None
 
+    @property
+    def ranks(self) -> int:
+        """How many ranks it takes: one where no number was given."""
+        return self.slots or 1
+
 
 def read_hosts(file: Path) -> list[Host]:
     """The hosts of a hostfile, in its order; `#` starts a comment.
@@ -35,11 +40,20 @@ def read_hosts(file: Path) -> list[Host]:
     except OSError as error:
         where = file.absolute()  # the scripts in launch/ start in the project's folder
         raise UserError(f"the hostfile {where} cannot be read ({error.strerror}): give another with --hosts") from error
-    lines = [line.partition("#")[0].strip() for line in text.splitlines()]
-    hosts = list(_parse(((f"{file}, line {number}: ", line) for number, line in enumerate(lines, 1) if line)))
+    hosts = parse_lines(text, str(file))
     if not hosts:
         raise UserError(f"the hostfile {file} names no host: write one a line, as {FORMS}")
     return hosts
+
+
+def parse_lines(text: str, source: str) -> list[Host]:
+    """The hosts of lines, which may be none; `source` is what messages call the text.
+
+    Raises:
+        UserError: if a line is no host, or one comes twice.
+    """
+    lines = [line.partition("#")[0].strip() for line in text.splitlines()]
+    return list(_parse((f"{source}, line {number}: ", line) for number, line in enumerate(lines, 1) if line))
 
 
 def parse_hosts(text: str) -> list[Host]:
@@ -57,7 +71,7 @@ def allot(hosts: list[Host], processes: int) -> list[Host]:
     Raises:
         UserError: if the hosts have fewer slots than there are processes.
     """
-    slots = [host.slots or 1 for host in hosts]
+    slots = [host.ranks for host in hosts]
     if processes > sum(slots):
         listed = ", ".join(f"{host.name} {count}" for host, count in zip(hosts, slots, strict=True))
         raise UserError(
@@ -109,14 +123,14 @@ def _checked_name(name: str) -> str:
         _NAME.fullmatch(name) and all(0 < len(part) < 64 for part in name.rstrip(".").split("."))
     ):
         raise ValueError(f"has no valid host name ('{name}')")
-    return str(address or name)
+    return str(address or name.rstrip("."))
 
 
 def _checked_slots(slots: str | None) -> int | None:
     if slots is None:
         return None
     if not re.fullmatch("[1-9][0-9]{0,5}", slots):
-        raise ValueError(f"has {slots or 'no number of'} slots, which must be a whole number of at least 1")
+        raise ValueError(f"has {slots or 'no number of'} slots, which must be a whole number from 1 to 999999")
     return int(slots)
 
 

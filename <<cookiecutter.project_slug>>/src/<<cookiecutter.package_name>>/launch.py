@@ -10,6 +10,7 @@ What follows the options goes to the training; put `--` before it if it begins w
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import re
 import shlex
@@ -19,26 +20,27 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from .doctor import check
+from .doctor import Diagnosis, check
 from .elastic import Limits, Pool, run_elastic
-from .errors import USER_ERROR, UserError, end_well
-from .hosts import Host, allot, parse_hosts, read_hosts
-from .network import Network, is_here
+from .errors import USER_ERROR, Parser, UserError, end_at_sigterm, end_well
+from .hosts import Host, allot, parse_hosts, parse_lines, read_hosts
+from .network import Network, is_here, parse_subnet
 from .preemption import EXIT_CODE as PREEMPTED
 from .probe import count_gpus
-from .ssh import ssh_command
+from .ssh import port_number, ssh_command
 from .supervise import Failure, Job, announce
 from .transport import (
     LOCAL,
+    NAME_IT,
     Rendezvous,
     Start,
     choose_transport,
+    common_card,
     mpi_version,
     mpirun_command,
     own_address,
     plan_gloo,
     plan_mpi,
-    ranks_of,
 )
 
 PACKAGE = __package__.partition(".")[0]
@@ -49,19 +51,17 @@ ELASTIC_ALONE = ("discover", "min", "max", "slots", "wait", "restarts")
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="launch", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = Parser(prog="launch", description=__doc__)
     add = parser.add_argument
     add("-n", metavar="RANKS", help="all slots of the hosts; on this machine its GPUs, or 2")
     add("--hosts", type=Path, metavar="FILE", help="a line for each host: 'host', 'host:4' or 'host slots=4'")
     add("-H", dest="host_list", metavar="a:4,b:4", help="the hosts and their slots")
     add("--transport", choices=("auto", "mpi", "gloo"), default="auto", help="auto: MPI where it is, else Gloo")
     add("--network", metavar="SUBNET", help="the network for the ranks, such as 10.0.0.0/16; else it is found")
-    add("--port", type=int, help="of the hosts' ssh; else what ssh's own configuration says")
+    add("--port", type=port_number, help="of the hosts' ssh; else what ssh's own configuration says")
     add("--env", action="append", default=[], metavar="NAME", help="pass this variable on to the other hosts too")
-    add("--grace", type=float, default=30.0, metavar="SECONDS", help="for saving when told to stop (default: 30)")
-    add("--no-check", action="store_true", help="start without looking at the hosts first")
+    add("--grace", type=seconds, default=30.0, metavar="SECONDS", help="for saving when told to stop (default: 30)")
+    add("--no-check", action="store_true", help="start whatever may be wrong with the hosts")
     add("--dry-run", action="store_true", help="print what would be started")
     add("--module", default="train", help="of the package: train (default), evaluate, ...")
     add("--command", action="store_true", help="what follows is a whole command, not options of a module")
@@ -70,10 +70,25 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("--min", type=int, default=1, help="elastic: wait while there are fewer slots")
     add("--max", type=int, help="elastic: start no more ranks")
     add("--slots", type=int, default=1, help="elastic: of a host that is listed without")
-    add("--wait", type=float, default=600.0, metavar="SECONDS", help="elastic: for the hosts (default: 600)")
+    add("--wait", type=seconds, default=600.0, metavar="SECONDS", help="elastic: for the hosts (default: 600)")
     add("--restarts", type=int, default=3, help="elastic: how many in a row without progress (default: 3)")
     add("arguments", nargs=argparse.REMAINDER, help="for the training")
     return parser.parse_args(arguments)
+
+
+def seconds(text: str) -> float:
+    """A finite number of seconds, as an option's value.
+
+    Raises:
+        ArgumentTypeError: if it is none.
+    """
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise argparse.ArgumentTypeError(f"'{text}' is no number of seconds")
+    return value
 
 
 def check_options(options: argparse.Namespace) -> None:
@@ -91,6 +106,12 @@ def check_options(options: argparse.Namespace) -> None:
             raise UserError(f"--{name} is of use with --elastic only: add that, or leave --{name} out")
     if options.elastic and (options.n or (options.max or options.min) < options.min):
         raise UserError("--elastic takes --max of at least --min, and no -n: change them")
+    named = options.hosts or options.host_list is not None or options.discover
+    for name in () if named else ("network", "port"):
+        if getattr(options, name) is not None:
+            raise UserError(f"--{name} is of use with other hosts only: name them with --hosts or -H, or leave it out")
+    if options.network is not None:
+        parse_subnet(options.network)
     for name in options.env:
         if name not in os.environ:
             raise UserError(f"--env {name}: there is no such variable here: give the name of one that is exported")
@@ -114,11 +135,11 @@ def listed_hosts(options: argparse.Namespace) -> list[Host]:
     Raises:
         UserError: if they are named twice, or an entry is no host.
     """
-    if options.hosts and options.host_list:
-        raise UserError("--hosts and -H both name hosts: give one of them")
+    if (options.hosts or options.discover) and options.host_list is not None:
+        raise UserError(f"{'--hosts' if options.hosts else '--discover'} and -H both name hosts: give one of them")
     if options.hosts:
         return read_hosts(options.hosts)
-    return parse_hosts(options.host_list) if options.host_list else []
+    return [] if options.host_list is None else parse_hosts(options.host_list)
 
 
 def discovered_hosts(options: argparse.Namespace) -> list[Host]:
@@ -127,9 +148,8 @@ def discovered_hosts(options: argparse.Namespace) -> list[Host]:
     Raises:
         UserError: if the command that lists them fails, or lists something else.
     """
-    if options.discover is None:
-        hosts = listed_hosts(options)
-    else:
+    hosts = listed_hosts(options) if options.discover is None or options.host_list is not None else []
+    if options.discover is not None:
         try:
             pipes: dict[str, Any] = {"capture_output": True, "text": True, "errors": "replace"}
             done = subprocess.run(options.discover, shell=True, check=False, timeout=DISCOVER_S, **pipes)
@@ -138,7 +158,7 @@ def discovered_hosts(options: argparse.Namespace) -> list[Host]:
         if done.returncode != 0:
             said = done.stderr.strip() or "it says nothing"
             raise UserError(f"--discover '{options.discover}' ended with {done.returncode} ({said}): try it by hand")
-        hosts = parse_hosts(",".join(done.stdout.split())) if done.stdout.strip() else []
+        hosts = parse_lines(done.stdout, f"--discover '{options.discover}'")
     if not hosts and options.discover is None:
         raise UserError("--elastic needs to know the hosts: name a file with --hosts, or a command with --discover")
     return [host if host.slots else Host(host.name, options.slots) for host in hosts]
@@ -182,6 +202,17 @@ def ranks_wanted(text: str | None) -> int | None:
     return int(text) if text else None
 
 
+def check_distinct(hosts: list[Host]) -> None:
+    """Refuse this machine under two names: its ranks would take the same places. Other hosts say who they are.
+
+    Raises:
+        UserError: names the two.
+    """
+    here = [host.name for host in hosts if is_here(host.name)]
+    if len(here) > 1:
+        raise UserError(f"{' and '.join(here)} are both this machine: list it once, with all its slots")
+
+
 def place(hosts: list[Host], ranks: int | None, most: int | None = None) -> list[Host]:
     """The hosts that get ranks, with how many: `ranks`, or all slots up to `most`; this machine takes any number.
 
@@ -190,7 +221,7 @@ def place(hosts: list[Host], ranks: int | None, most: int | None = None) -> list
     """
     if not hosts:
         return [Host(LOCAL, ranks or count_gpus() or 2)]
-    slots = sum(map(ranks_of, hosts))
+    slots = sum(host.ranks for host in hosts)
     return allot(hosts, ranks or min(slots, most or slots))
 
 
@@ -213,10 +244,11 @@ def command_of(options: argparse.Namespace) -> list[str]:
 class Launcher:
     """Starts jobs on sets of hosts by one transport."""
 
-    def __init__(self, options: argparse.Namespace) -> None:
+    def __init__(self, options: argparse.Namespace, hosts: list[Host]) -> None:
         self.options = options
         self.command = command_of(options)
-        self.transport = choose_transport(options.transport)
+        self.transport = choose_transport(options.transport, hosts)
+        self.folder = named_folder(self.command) or Path("runs")
         self._rendezvous: Rendezvous | None = None
         self._prepare_terminal()
 
@@ -241,14 +273,20 @@ class Launcher:
 
     def _network(self, hosts: list[Host]) -> Network:
         """The network that joins the hosts; looks at them all, and at what would stop a job there."""
-        folder = named_folder(self.command) or Path("runs")
-        mpi = self.transport == "mpi"
-        diagnosis = check(hosts, folder, self.options.port, self.options.network, quick=True, mpi=mpi)
-        faults = diagnosis.faults() if diagnosis.network is None or not self.options.no_check else []
+        diagnosis = self._check(hosts, self.folder)
+        for finding in diagnosis.findings:
+            if finding.state == "warning":
+                print(f"launch: warning: {finding}", file=sys.stderr, flush=True)
+        faults = diagnosis.faults()
+        if diagnosis.network is not None and self.options.no_check:  # but not on hosts that cannot take part
+            faults = [fault for fault in faults if not set(fault.hosts) <= diagnosis.network.interfaces.keys()]
         if faults or diagnosis.network is None:
-            found = [f"{', '.join(fault.hosts)}: {fault.found}: {fault.way_out}" for fault in faults]
-            raise UserError("; ".join(found) or "no network joins these hosts: name one with --network")
+            raise UserError("; ".join(map(str, faults)))
         return diagnosis.network
+
+    def _check(self, hosts: list[Host], folder: Path) -> Diagnosis:
+        mpi = self.transport == "mpi"
+        return check(hosts, folder, self.options.port, self.options.network, quick=True, mpi=mpi)
 
     def begin(self, hosts: list[Host]) -> Job:
         """Start a job."""
@@ -262,10 +300,18 @@ class Launcher:
             parts = plan_gloo(start, own_address(start), self._rendezvous.port)
         return Job(parts, os.getcwd(), self.options.grace)
 
-    def answers(self, host: Host) -> bool:
-        """Whether a host can be reached."""
+    def fault(self, host: Host, known: bool) -> str:
+        """Why a host cannot be used now; nothing if it can. One that is `known` to be fit need only answer."""
         if is_here(host.name):
-            return True
+            return ""
+        if ":" in host.name and self.transport == "mpi":
+            return f"mpirun takes no IPv6 address: {NAME_IT}"
+        if known or self.options.no_check:
+            return "" if self._answers(host) else "it does not answer"
+        # Not in the run's own folder, of which the job itself holds the lock.
+        return "; ".join(map(str, self._check([host], self.folder.parent).faults()))
+
+    def _answers(self, host: Host) -> bool:
         command = [*ssh_command(host.name, self.options.port), "true"]
         try:
             done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=False, timeout=ANSWER_S)
@@ -274,11 +320,14 @@ class Launcher:
         return done.returncode == 0
 
     def describe(self, hosts: list[Host]) -> str:
-        """The command lines, to read and to copy."""
+        """The command lines: to copy, or over Gloo to read."""
         start = self.start(hosts)
         if self.transport == "mpi":
-            return shlex.join(mpirun_command(start, mpi_version() or 4))
-        lines = ["# Over Gloo; the launcher itself holds the rendezvous server, at a port of its own (here: 0)."]
+            card = [f"{name}={value}" for name, value in common_card(start.network).items()]
+            return shlex.join([*(["env", *card] if card else []), *mpirun_command(start, mpi_version() or 4)])
+        lines = [
+            "# To read, not to copy: over Gloo the launcher itself holds the server where the ranks meet (port 0)."
+        ]
         for part in plan_gloo(start, own_address(start), port=0):
             for process in part.processes:
                 settings = [f"{name}={value}" for name, value in process.environment.items()]
@@ -303,7 +352,7 @@ def launch_elastic(launcher: Launcher, options: argparse.Namespace) -> Failure |
         return launcher.begin(hosts)
 
     limits = Limits(options.min, options.max, options.wait, options.restarts)
-    pool = Pool(lambda: discovered_hosts(options), launcher.answers, limits)
+    pool = Pool(lambda: discovered_hosts(options), launcher.fault, limits)
     return run_elastic(pool, begin, lambda: newest_checkpoint(folder), limits)
 
 
@@ -315,8 +364,14 @@ def launch(options: argparse.Namespace) -> Failure | None:
     """
     check_options(options)
     hosts = discovered_hosts(options) if options.elastic else listed_hosts(options)
+    check_distinct(hosts)
     ranks = ranks_wanted(options.n)
-    launcher = Launcher(options)
+    launcher = Launcher(options, hosts)
+    slots = sum(host.ranks for host in hosts)
+    if options.dry_run and options.elastic and slots < options.min:
+        raise UserError(
+            f"the hosts have {slots} slots now, fewer than --min {options.min}: the job would wait for more"
+        )
     if options.dry_run:
         print(launcher.describe(place(hosts, ranks, options.max)))
         return None
@@ -327,6 +382,7 @@ def launch(options: argparse.Namespace) -> Failure | None:
 
 def main() -> None:
     """Launch, and say what has ended the job unless a rank has said it already."""
+    end_at_sigterm()
     options = parse(sys.argv[1:])
     failure = launch(options)
     if failure is None:

@@ -57,7 +57,7 @@ def is_here(name: str) -> bool:
         return True
     try:
         found = {str(entry[4][0]).partition("%")[0] for entry in socket.getaddrinfo(name, None)}
-    except OSError:
+    except (OSError, UnicodeError):  # a name that DNS cannot even encode
         return False
     own = {interface.address for interface in own_interfaces()}
     return any(address in own or ipaddress.ip_address(address).is_loopback for address in found)
@@ -88,7 +88,7 @@ def choose_network(
         UserError: if no network has all hosts; it lists those of each host.
     """
     if subnet is not None:
-        networks = [network for network in [_network(_parsed(subnet), by_host)] if network is not None]
+        networks = [network for network in [_network(parse_subnet(subnet), by_host)] if network is not None]
     else:
         networks = common_networks(by_host)
     if not networks:
@@ -134,7 +134,12 @@ def _listed(interfaces: Sequence[Interface]) -> str:
     return ", ".join(f"{item.name} {item.address}/{item.prefix}" for item in _usable(interfaces)) or "none"
 
 
-def _parsed(subnet: str) -> Subnet:
+def parse_subnet(subnet: str) -> Subnet:
+    """The subnet that the user names.
+
+    Raises:
+        UserError: if it is none.
+    """
     try:
         return ipaddress.ip_network(subnet, strict=False)
     except ValueError:

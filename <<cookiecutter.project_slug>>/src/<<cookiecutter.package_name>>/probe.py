@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import importlib
 import importlib.metadata
@@ -25,7 +24,7 @@ from typing import Any
 
 import psutil
 
-from .errors import end_well
+from .errors import Parser, end_well
 from .network import own_interfaces
 
 CONNECT_S = 3.0
@@ -66,23 +65,22 @@ class Report:
     time: float
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main() -> None:
     """Print the report, or take part in an allreduce."""
-    parser = argparse.ArgumentParser(prog="probe", description=__doc__)
+    parser = Parser(prog="probe", description=__doc__)
     parser.add_argument("--folder", type=Path, default=Path("runs"), help="of the runs")
     parser.add_argument("--port", type=int, default=0, help="to listen on; any free one by default")
     parser.add_argument("--sees", metavar="NAME", help="say whether the folder has this file")
     parser.add_argument("--wait", action="store_true", help="listen until stdin ends; each line there lists addresses")
     parser.add_argument("--allreduce", action="store_true", help="measure one, as a rank of a job")
-    options = parser.parse_args(arguments)
+    options = parser.parse_args()
     if options.allreduce:
-        end_well(measure_allreduce, lambda: 0)  # any rank says what it misses
-        return 0
+        measure_allreduce()
+        return
     with _listen(options.port) as server:
         print(json.dumps(asdict(report(options.folder, options.sees, server.getsockname()[1]))), flush=True)
         for line in sys.stdin if options.wait else ():
             print(json.dumps(unreachable(json.loads(line))), flush=True)
-    return 0
 
 
 def report(folder: Path, wanted: str | None, port: int) -> Report:
@@ -212,4 +210,4 @@ def _output(*command: str) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_well(main, lambda: 0)  # any rank says what it misses

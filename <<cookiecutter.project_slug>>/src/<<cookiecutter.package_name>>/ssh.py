@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+from argparse import ArgumentTypeError
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -13,6 +14,17 @@ CONNECT_TIMEOUT_S = 10
 
 # What a command on another host must find as it is here.
 PASSED = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV")
+
+
+def port_number(text: str) -> int:
+    """A port of sshd, as an option's value.
+
+    Raises:
+        ArgumentTypeError: if it is none.
+    """
+    if not text.isdecimal() or not 0 < int(text) < 65536:
+        raise ArgumentTypeError(f"'{text}' is no port, which is a number from 1 to 65535")
+    return int(text)
 
 
 def ssh_arguments(port: int | None = None, options: Sequence[str] = ()) -> list[str]:

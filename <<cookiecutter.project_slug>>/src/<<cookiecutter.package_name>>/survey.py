@@ -10,7 +10,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,10 +72,8 @@ class Survey:
         if shutil.which("ssh") is None and not all(map(is_here, hosts)):
             raise UserError("there is no ssh on this machine, which reaches the other hosts: install openssh-client")
         probe = [sys.executable, "-m", f"{__package__}.probe", "--wait", "--folder", str(folder), "--sees", sees]
-        with ThreadPoolExecutor(len(hosts)) as pool:
-            opened = list(pool.map(lambda host: _Session(host, probe, port), hosts))
-        self._sessions = dict(zip(hosts, opened, strict=True))
-        self.answers = {host: session.answer for host, session in self._sessions.items()}
+        self._sessions = {host: _Session(host, probe, port) for host in hosts}
+        self.answers = self._all(hosts, lambda host: self._sessions[host].read_answer())
 
     def __enter__(self) -> Survey:
         return self
@@ -83,6 +81,16 @@ class Survey:
     def __exit__(self, *error: object) -> None:
         for session in self._sessions.values():
             session.close()
+
+    def _all(self, hosts: Iterable[str], step: Callable[[str], T]) -> dict[str, T]:
+        """A step with every host at once; an interrupt ends the sessions, and with them the steps."""
+        with ThreadPoolExecutor(len(self._sessions)) as pool:
+            try:
+                return dict(zip(hosts, pool.map(step, hosts), strict=True))
+            except BaseException:
+                for session in self._sessions.values():
+                    session.kill()
+                raise
 
     def reports(self) -> dict[str, Report]:
         """The reports of the hosts that gave one."""
@@ -98,8 +106,7 @@ class Survey:
                 return dict.fromkeys(others, "it stopped answering")
             return {other: reasons[address] for other, (address, _) in others.items() if address in reasons}
 
-        with ThreadPoolExecutor(len(addresses)) as pool:
-            return dict(zip(addresses, pool.map(attempt, addresses), strict=True))
+        return self._all(addresses, attempt)
 
 
 class _Session:
@@ -113,7 +120,10 @@ class _Session:
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True, errors="replace"
         )
-        self.answer = self._within(ANSWER_S, lambda: self._read_answer(host))
+
+    def read_answer(self) -> Answer:
+        """What came of it."""
+        return self._within(ANSWER_S, self._read_answer)
 
     def ask(self, addresses: list[tuple[str, int]]) -> dict[str, str] | None:
         """The addresses that the host cannot connect to, with the reasons; None if it says nothing."""
@@ -127,9 +137,13 @@ class _Session:
 
     def close(self) -> None:
         """End the probe and the connection."""
-        self._process.kill()
+        self.kill()
         self._process.communicate()
         self._errors.close()
+
+    def kill(self) -> None:
+        """End it; who reads from it reads no more."""
+        self._process.kill()
 
     def _within(self, seconds: float, step: Callable[[], T]) -> T:
         """Run a step that reads; after so long the session is ended and the step finds nothing more to read."""
@@ -144,7 +158,7 @@ class _Session:
         assert self._process.stdout
         return self._process.stdout.readline()
 
-    def _read_answer(self, host: str) -> Answer:
+    def _read_answer(self) -> Answer:
         start = time.monotonic()
         while (line := self._line()).strip() != _MARK:  # a shell's start files may print something before
             if not line:

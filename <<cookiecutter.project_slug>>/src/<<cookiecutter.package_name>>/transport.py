@@ -12,8 +12,8 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -25,6 +25,7 @@ from .ssh import remote, ssh_arguments, ssh_command
 from .supervise import Part, Process
 
 LOCAL = "localhost"
+NAME_IT = "give hosts by their names, or use --transport gloo"
 # ssh itself notices within 20 s that a link is cut.
 WATCH = ("-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3")
 
@@ -33,6 +34,19 @@ PASSED = re.compile(
     "(HOROVOD|NCCL|UCX|FI|OMP|KMP|MKL|TF|TORCH|XLA|PYTHON|CUDA|HYDRA)_\\w+"
     "|PATH|VIRTUAL_ENV|LD_LIBRARY_PATH|PYTHON\\w+|COLUMNS|TTY_COMPATIBLE|NO_COLOR|LANG|LC_ALL|TZ"
 )
+
+
+@dataclass(frozen=True)
+class Seat:
+    """A rank and its place: on its host, and across the hosts among those with the same local rank."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    cross_rank: int
+    cross_size: int
+    hostname: str
 
 
 @dataclass(frozen=True)
@@ -48,21 +62,29 @@ class Start:
     @property
     def size(self) -> int:
         """The number of ranks."""
-        return sum(ranks_of(host) for host in self.hosts)
+        return sum(host.ranks for host in self.hosts)
 
     def placed(self) -> list[tuple[Host, range]]:
         """The hosts with their ranks."""
-        firsts = [sum(map(ranks_of, self.hosts[:number])) for number in range(len(self.hosts))]
-        return [(host, range(first, first + ranks_of(host))) for host, first in zip(self.hosts, firsts, strict=True)]
+        firsts = [sum(host.ranks for host in self.hosts[:number]) for number in range(len(self.hosts))]
+        return [(host, range(first, first + host.ranks)) for host, first in zip(self.hosts, firsts, strict=True)]
+
+    def seats(self) -> list[Seat]:
+        """Where each rank is, in rank order."""
+        return [
+            Seat(rank, self.size, local, len(ranks), *self._across(host, local), host.name)
+            for host, ranks in self.placed()
+            for local, rank in enumerate(ranks)
+        ]
+
+    def _across(self, host: Host, local: int) -> tuple[int, int]:
+        """The place of a host among those that have such a local rank too, and the number of these."""
+        peers = [other for other in self.hosts if other.ranks > local]
+        return peers.index(host), len(peers)
 
     def variables(self) -> dict[str, str]:
         """What other hosts get of this environment."""
         return {name: os.environ[name] for name in passed_names(os.environ, self.passed)}
-
-
-def ranks_of(host: Host) -> int:
-    """How many ranks a host gets; one where its slots were not given."""
-    return host.slots or 1
 
 
 def passed_names(environment: Iterable[str], more: Iterable[str] = ()) -> list[str]:
@@ -93,14 +115,17 @@ def horovod_has_mpi() -> bool:
     return any(b"libmpi.so" in library.read_bytes() for library in libraries)
 
 
-def choose_transport(wanted: str) -> str:
+def choose_transport(wanted: str, hosts: Sequence[Host] = ()) -> str:
     """`mpi` or `gloo`: MPI is the faster one, Gloo needs nothing but Horovod itself.
 
     Raises:
-        UserError: if MPI is wanted and is not there.
+        UserError: if MPI is wanted and is not there, or cannot take the names of the hosts.
     """
-    if wanted == "gloo":
-        return wanted
+    colons = [host.name for host in hosts if ":" in host.name]
+    if wanted == "mpi" and colons:
+        raise UserError(f"{colons[0]} is no host for mpirun, which takes no IPv6 address: {NAME_IT}")
+    if wanted == "gloo" or colons:
+        return "gloo"
     built, found = horovod_has_mpi(), mpi_version() is not None
     if wanted == "mpi" and not (built and found):
         missing = "Horovod was built without MPI" if not built else "there is no mpirun of Open MPI"
@@ -115,14 +140,17 @@ def plan_mpi(start: Start, version: int) -> list[Part]:
     if here is None:
         here = _part(start, Host(socket.gethostname()), range(0), [])
         parts.append(here)
-    here.processes.append(Process("mpirun", mpirun_command(start, version)))
+    here.processes.append(Process("mpirun", mpirun_command(start, version, [agent.JOB])))
     return parts
 
 
-def mpirun_command(start: Start, version: int) -> list[str]:
-    """The command line for Open MPI 4 or 5, which share few names for what is below MPI itself."""
+def mpirun_command(start: Start, version: int, more: Iterable[str] = ()) -> list[str]:
+    """The command line for Open MPI 4 or 5, which share few names for what is below MPI itself.
+
+    The hosts get the variables `more` too.
+    """
     new = version >= 5
-    hosts = ",".join(f"{host.name}:{ranks_of(host)}" for host in start.hosts)
+    hosts = ",".join(f"{host.name}:{host.ranks}" for host in start.hosts)
     # Binding would put all threads of a rank on one core; the ranks fill one host after the other.
     command = [_mpirun(), "-np", str(start.size), "--host", hosts, "--bind-to", "none", "--map-by", "slot"]
     # A rank that waits must not take a core from one that works; containers forbid the single copy.
@@ -141,7 +169,7 @@ def mpirun_command(start: Start, version: int) -> list[str]:
             command += ["--prtemca", "plm_ssh_args", arguments]
         else:
             command += ["--mca", "oob_tcp_if_include", subnet, "--mca", "plm_rsh_args", arguments]
-        names = {agent.JOB, *passed_names(os.environ, start.passed), *_common_card(start.network)}
+        names = {*more, *passed_names(os.environ, start.passed), *common_card(start.network)}
         command += [word for name in sorted(names) for word in ("-x", name)]
     return [*command, *start.command]
 
@@ -152,35 +180,27 @@ def _mpirun() -> str:
     return found if Path(found).is_relative_to(sys.prefix) else "mpirun"
 
 
-def _common_card(network: Network) -> dict[str, str]:
+def common_card(network: Network | None) -> dict[str, str]:
     """NCCL takes a card by its name: only where all hosts call it the same can one setting serve all."""
-    cards = {interface.name for interface in network.interfaces.values()}
-    if len(cards) > 1 or "NCCL_SOCKET_IFNAME" in os.environ:
+    cards = {interface.name for interface in network.interfaces.values()} if network else set()
+    if len(cards) != 1 or "NCCL_SOCKET_IFNAME" in os.environ:
         return {}
     return {"NCCL_SOCKET_IFNAME": f"={cards.pop()}"}
 
 
 def plan_gloo(start: Start, address: str, port: int) -> list[Part]:
     """Every rank by itself; they meet at the rendezvous server that this process holds."""
+    seats = start.seats()
     return [
-        _part(start, host, ranks, [_gloo_rank(start, rank, address, port) for rank in ranks])
+        _part(start, host, ranks, [_gloo_rank(start, seats[rank], address, port) for rank in ranks])
         for host, ranks in start.placed()
     ]
 
 
-def _gloo_rank(start: Start, rank: int, address: str, port: int) -> Process:
-    host, ranks = next((host, ranks) for host, ranks in start.placed() if rank in ranks)
-    local = rank - ranks.start
-    peers = [other for other in start.hosts if ranks_of(other) > local]
-    card = start.network.interfaces[host.name].name if start.network else "lo"
+def _gloo_rank(start: Start, seat: Seat, address: str, port: int) -> Process:
+    card = start.network.interfaces[seat.hostname].name if start.network else "lo"
     where = {
-        "RANK": rank,
-        "SIZE": start.size,
-        "LOCAL_RANK": local,
-        "LOCAL_SIZE": len(ranks),
-        "CROSS_RANK": peers.index(host),
-        "CROSS_SIZE": len(peers),
-        "HOSTNAME": host.name,
+        **{name.upper(): value for name, value in asdict(seat).items()},
         "CONTROLLER": "gloo",
         "CPU_OPERATIONS": "gloo",
         "GLOO_IFACE": card,
@@ -190,7 +210,7 @@ def _gloo_rank(start: Start, rank: int, address: str, port: int) -> Process:
     environment = {f"HOROVOD_{name}": str(value) for name, value in where.items()} | {"PYTHONUNBUFFERED": "1"}
     if start.network and "NCCL_SOCKET_IFNAME" not in os.environ:
         environment["NCCL_SOCKET_IFNAME"] = f"={card}"
-    return Process(f"rank {rank}", start.command, environment)
+    return Process(f"rank {seat.rank}", start.command, environment)
 
 
 def own_address(start: Start) -> str:
@@ -208,14 +228,9 @@ class Rendezvous:
         from horovod.runner.common.util.hosts import SlotInfo  # these import no framework
         from horovod.runner.http.http_server import RendezvousServer
 
-        slots = []
-        for host, ranks in start.placed():
-            for local, rank in enumerate(ranks):
-                peers = [other for other in start.hosts if ranks_of(other) > local]
-                slots.append(SlotInfo(host.name, rank, local, peers.index(host), start.size, len(ranks), len(peers)))
         self._server = RendezvousServer()
         self.port = int(self._server.start())
-        self._server.init(slots)
+        self._server.init([SlotInfo(**asdict(seat)) for seat in start.seats()])
 
     def stop(self) -> None:
         """Give the port back."""
@@ -225,7 +240,6 @@ class Rendezvous:
 def _part(start: Start, host: Host, ranks: range, processes: list[Process]) -> Part:
     program = [sys.executable, str(Path(agent.__file__).resolve())]
     if is_here(host.name):
-        extra: Mapping[str, str] = _common_card(start.network) if start.network else {}
-        return Part(host.name, program, ranks, processes, dict(extra))
+        return Part(host.name, program, ranks, processes, common_card(start.network))
     session = [*ssh_command(host.name, start.port, WATCH), remote(program)]
     return Part(host.name, session, ranks, processes, start.variables())
