@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from jobs import ROOT, environment
@@ -109,11 +110,11 @@ class Hosts:
         assert done.returncode == 0, f"{host}: {words}\n{done.stdout}\n{done.stderr}"
         return done.stdout
 
-    def start(self, host: str, *words: str | Path, **settings: str) -> subprocess.Popen[str]:
-        """Start a command on a host."""
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "stdin": subprocess.DEVNULL}
+    def start(self, host: str, *words: str | Path, into: Any = subprocess.PIPE) -> subprocess.Popen[str]:
+        """Start a command on a host; what it prints goes into a pipe or a file."""
+        pipes = {"stdout": into, "stderr": subprocess.STDOUT, "stdin": subprocess.DEVNULL}
         command = self.command(host, *words)
-        return subprocess.Popen(command, env=self.environment(**settings), text=True, **pipes)  # type: ignore[call-overload,no-any-return]
+        return subprocess.Popen(command, env=self.environment(), text=True, **pipes)
 
     def cut(self, host: str) -> None:
         """Pull the host's cable out."""
@@ -122,6 +123,15 @@ class Hosts:
     def mend(self, host: str) -> None:
         """Put the host's cable back."""
         self._inside("switch", "ip", "link", "set", host, "up")
+
+    def shape(self, host: str, rate: str) -> None:
+        """Let a host send no faster than so much (`100mbit`) from now on."""
+        bucket = ["tbf", "rate", rate, "burst", "256kb", "latency", "100ms"]
+        self.check(host, "tc", "qdisc", "add", "dev", "eth0", "root", *bucket)
+
+    def free(self, host: str) -> None:
+        """Take that limit away."""
+        self.check(host, "tc", "qdisc", "del", "dev", "eth0", "root")
 
     def power_off(self, host: str) -> None:
         """End every process of a host at once; it does not come back."""

@@ -5,14 +5,17 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-from jobs import PACKAGE, current_engine, read_lines, start_job, values, wait_for_process, wait_for_training
+from jobs import PACKAGE, ROOT, current_engine, read_lines, start_job, values, wait_for_process, wait_for_training
 from namespaces import NEEDS_ROOT, Hosts
+from test_launch import expect, one_a_line
 from test_supervise import TRANSPORTS
 
 pytestmark = [pytest.mark.slow, NEEDS_ROOT]
 
+SOURCES = ROOT / "src" / PACKAGE
 LOST_S = 60  # the promise: a static job has ended so many seconds after a cable was pulled
 OPTIONS = ("epochs=4", "tracking.tensorboard=false", "tracking.log_every=2", "data.global_batch=64")
 DATA = ("data.source._target_=faulty.waits", "~data.source.validation_fraction")
@@ -32,16 +35,16 @@ def hurry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "hurry"
 
 
-def launch(hosts: Hosts, run: Path, *options: str) -> subprocess.Popen[str]:
+def launch(hosts: Hosts, run: Path, *options: str, into: Any = subprocess.PIPE) -> subprocess.Popen[str]:
     """Start training from node1."""
     settings = [f"engine={current_engine()}", f"hydra.run.dir={run}", *OPTIONS, *DATA]
-    return hosts.start("node1", "launch/local.sh", "--env", "HURRY", *options, *settings)
+    return hosts.start("node1", "launch/local.sh", "--env", "HURRY", *options, *settings, into=into)
 
 
 def end_of(job: subprocess.Popen[str], seconds: float) -> str:
     """What a job has printed when it ends, which it must do within so many seconds."""
     try:
-        return job.communicate(timeout=seconds)[0]
+        return job.communicate(timeout=seconds)[0] or ""
     finally:
         job.kill()
 
@@ -52,6 +55,25 @@ def wait_until(condition: Callable[[], bool], what: str) -> None:
             return
         time.sleep(0.1)
     raise AssertionError(f"not within 90 s: {what}")
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("script", ["ssh", "elastic"])
+def test_a_dry_run_is_the_reviewed_command(hosts: Hosts, transport: str, script: str, tmp_path: Path) -> None:
+    """From these variables alone: the command of MPI lists those that it passes on."""
+    (tmp_path / "hosts").write_text("node1\nnode2 slots=2\n")
+    variables = [f"{name}={hosts.environment()[name]}" for name in ("PATH", "OMPI_MCA_plm_rsh_args")]
+    options = ["--hosts", str(tmp_path / "hosts"), "--transport", transport, "--dry-run", "name=first"]
+    said = hosts.check("node1", "env", "-i", *variables, f"launch/{script}.sh", *options)
+    said = re.sub(r"\S+/(python|mpirun)[\d.]*", r"\1", said).replace(" --allow-run-as-root", "")
+    expect(f"hosts-{transport}.txt", one_a_line(said.replace(str(hosts.folder), "KEYS")))
+
+
+@pytest.mark.skipif("mpi" not in TRANSPORTS, reason="needs MPI")
+def test_a_dry_run_over_mpi_is_a_command_to_copy(hosts: Hosts) -> None:
+    options = ["-H", "node1,node2", "--transport", "mpi", "--dry-run", "--command", "--", "hostname"]
+    said = hosts.check("node1", "launch/local.sh", *options)
+    assert sorted(hosts.check("node1", "bash", "-c", said).split()) == ["node1", "node2"]
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -105,23 +127,30 @@ def test_a_pulled_cable_ends_the_job_and_the_next_start_goes_on(
 def test_an_elastic_job_goes_on_with_the_rest_and_takes_the_host_back(
     hosts: Hosts, tmp_path: Path, hurry: Path
 ) -> None:
-    run, listed = tmp_path / "run", tmp_path / "listed"
+    """But not as long as it is faulty: the others are left alone then."""
+    run, listed, said = tmp_path / "run", tmp_path / "listed", tmp_path / "said"
     listed.write_text("node1\nnode2\n")
     options = ("--elastic", "--discover", f"cat {listed}", "--transport", "gloo")
-    with launch(hosts, run, *options, "checkpoint.every_steps=4", "resume=never") as job:
+    with (
+        said.open("w") as log,
+        launch(hosts, run, *options, "checkpoint.every_steps=4", "resume=never", into=log) as job,
+    ):
         wait_for_training(run)
         hosts.cut("node2")
         wait_for_process(run, 0, start=2)
         reached = read_lines(run)[-1]["step"]
         wait_until(lambda: read_lines(run)[-1]["step"] > reached + 4, "steps of the rest alone")
+        hosts.check("node2", "mount", "-t", "tmpfs", "none", SOURCES)
         hosts.mend("node2")
+        wait_until(lambda: "No module named" in said.read_text(), "the fault of node2")
+        hosts.check("node2", "umount", SOURCES)
         wait_for_process(run, 1, start=2)
         hurry.touch()
-        output = end_of(job, 120)
+        end_of(job, 120)
+    output = said.read_text()
     assert job.returncode == 0, output
-    starts = re.findall(r"launch: starting on (.*)", output)
-    assert starts[0] == starts[-1] == "node1:1, node2:1"
-    assert "node1:1" in starts
+    assert "launch: host node2 is not used: node2: " in output
+    assert re.findall(r"launch: starting on (.*)", output) == ["node1:1, node2:1", "node1:1", "node1:1, node2:1"]
     with start_job(2, tmp_path / "whole", *OPTIONS, *DATA) as job:
         output = end_of(job, 120)
     for name in ("train/loss", "val/loss"):

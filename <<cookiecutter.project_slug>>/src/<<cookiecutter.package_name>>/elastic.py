@@ -49,6 +49,7 @@ class Pool:
         self._listed = discover()  # an error here is the user's to mend
         self._faults: dict[str, str] = {}  # of the hosts that were asked
         self._asked: set[str] = set()  # those that have not answered yet
+        self._unheard = {host.name for host in self._listed}  # the first start waits for all
         self.used: list[Host] = []
         self._lock = threading.Lock()
         self._few = threading.BoundedSemaphore(AT_ONCE)
@@ -57,7 +58,7 @@ class Pool:
     def choice(self) -> list[Host]:
         """The best hosts to start on now, those in use first; none while there are too few."""
         with self._lock:
-            usable = [host for host in self._listed if self._is_usable(host.name)]
+            usable = [host for host in self._listed if self._is_usable(host.name) and not self._unheard]
             used = {host.name for host in self.used}
         usable.sort(key=lambda host: host.name not in used)
         slots = sum(host.ranks for host in usable)
@@ -101,6 +102,7 @@ class Pool:
                 listed = self._listed
             with self._lock:
                 self._listed = listed
+                self._unheard &= {host.name for host in listed}
                 due = [host for host in listed if host.name not in self._asked and not self._is_aside(host.name)]
                 self._asked.update(host.name for host in due)
             for host in due:  # each by itself: one that is slow keeps none waiting
@@ -115,6 +117,7 @@ class Pool:
                 fault = str(error)
         with self._lock:
             self._asked.remove(host.name)
+            self._unheard.discard(host.name)
             if self._is_aside(host.name):  # it has failed in the meantime
                 return
             if fault and fault != self._faults.get(host.name):

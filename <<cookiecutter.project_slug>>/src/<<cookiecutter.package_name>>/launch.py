@@ -46,6 +46,7 @@ from .transport import (
 PACKAGE = __package__.partition(".")[0]
 DISCOVER_S, ANSWER_S = 60, 20  # seconds for a command that lists hosts, and for a host to answer
 LEAST = {"grace": 0, "min": 1, "max": 1, "slots": 1, "wait": 0, "restarts": 0}
+SET_HERE = ("COLUMNS", "HYDRA_FULL_ERROR", "TTY_COMPATIBLE")  # variables that the ranks get from this program
 ELASTIC_ALONE = ("discover", "min", "max", "slots", "wait", "restarts")
 
 
@@ -323,8 +324,9 @@ class Launcher:
         """The command lines: to copy, or over Gloo to read."""
         start = self.start(hosts)
         if self.transport == "mpi":
-            card = [f"{name}={value}" for name, value in common_card(start.network).items()]
-            return shlex.join([*(["env", *card] if card else []), *mpirun_command(start, mpi_version() or 4)])
+            own = {name: os.environ[name] for name in SET_HERE if name in os.environ} | common_card(start.network)
+            settings = ["env", *(f"{name}={value}" for name, value in own.items())] if start.network else []
+            return shlex.join([*settings, *mpirun_command(start, mpi_version() or 4)])
         lines = [
             "# To read, not to copy: over Gloo the launcher itself holds the server where the ranks meet (port 0)."
         ]
