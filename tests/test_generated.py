@@ -50,5 +50,7 @@ def test_all_lint_and_types(full_project: Path) -> None:
 
 def test_all_own_tests(full_project: Path) -> None:
     assert re.search(r"\d+ passed", nox(full_project, "tests", "-m", "not slow", "-n", "2"))
-    # One by one: they take both cores, and some must end in time.
-    assert re.search(r"\d+ passed", nox(full_project, "tests", "-m", "slow"))
+    assert re.search(
+        r"\d+ passed", nox(full_project, "tests", "-m", "slow and not alone", "-n", "2", "--dist", "loadfile")
+    )
+    assert re.search(r"\d+ passed", nox(full_project, "tests", "-m", "alone"))

@@ -152,7 +152,9 @@ def test_it_saves_before_the_time_limit_goes_back_and_on(cluster: dict[str, str]
     """The signal is the one that Slurm sends before the limit; together the parts are the undisturbed run."""
     options = ("epochs=30", "tracking.tensorboard=false", "checkpoint.every_epochs=10", "evaluate_every=10")
     whole = submit(cluster, submit_folder, "launch/slurm.sbatch", "name=whole", *options)
-    assert "start 0 of job" in finish(cluster, submit_folder, whole)
+    package = next((submit_folder / "src").iterdir()).name
+    step = f"srun --mpi=pmix --kill-on-bad-exit=0 --wait=30 python -m {package}.train name=whole {' '.join(options)}"
+    assert f"start 0 of job {whole} on n[1-2]: {step}\n" in finish(cluster, submit_folder, whole)
     parts = submit(cluster, submit_folder, "launch/slurm.sbatch", "name=parts", "resume=never", *options)
     wait_for(lambda: len(lines(submit_folder, "parts")) > 3, "training")
     check("env", f"SLURM_CONF={cluster['SLURM_CONF']}", "scancel", "--signal=USR1", "--batch", parts)
@@ -166,14 +168,16 @@ def test_it_saves_before_the_time_limit_goes_back_and_on(cluster: dict[str, str]
 
 def test_an_array_is_a_sweep(cluster: dict[str, str], submit_folder: Path) -> None:
     rates = [0.01, 0.02]
-    sweep = "".join(f"name=rate-{rate} optimizer.lr={rate}\n" for rate in rates)
+    sweep = "\r\n".join(f"name='rate-{rate}' \"optimizer.lr={rate}\"" for rate in rates)
     (submit_folder / "launch/sweep.txt").write_text(sweep)
-    words = ["--nodes=1", "--array=1-2", "launch/slurm.sbatch", "epochs=1", "tracking.tensorboard=false"]
+    words = ["--nodes=1", "--array=1-3", "launch/slurm.sbatch", "epochs=1", "tracking.tensorboard=false"]
     submit(cluster, submit_folder, *words)
     runs = [f"rate-{rate}" for rate in rates]
     wait_for(lambda: all(curve(submit_folder, run) for run in runs), "both runs")
     wait_for(lambda: slurm(cluster, "squeue", "-h") == "", "an empty queue")
     assert curve(submit_folder, runs[0]) != curve(submit_folder, runs[1])
+    logs = [file.read_text() for file in submit_folder.glob("slurm-*.log")]
+    assert [log for log in logs if log.startswith("error: line 3 of launch/sweep.txt is empty or missing")]
 
 
 def test_hydra_submits_a_sweep(cluster: dict[str, str], submit_folder: Path) -> None:

@@ -1,6 +1,7 @@
 """The doctor finds what is wrong with hosts, and nothing else: faults are planted, one kind after the other."""
 
 import json
+import os
 import re
 import shlex
 import signal
@@ -19,6 +20,7 @@ from namespaces import DECOY, NEEDS_ROOT, Hosts
 
 import << cookiecutter.package_name >>
 from << cookiecutter.package_name >> import survey
+from << cookiecutter.package_name >>.probe import gpu_name
 from << cookiecutter.package_name >>.survey import Survey
 
 SOURCES = Path(str(<< cookiecutter.package_name >>.__file__)).parent
@@ -360,6 +362,30 @@ def test_it_can_be_stopped_while_a_host_does_not_answer(tmp_path: Path, number: 
     assert doctor.returncode == code
     assert said.count("\n") <= 1
     assert list((tmp_path / "runs").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("listed", "shown", "names"),
+    [
+        ("ab", None, ["GPU-a", "GPU-b"]),
+        ("ab", "1,0", ["GPU-b", "GPU-a"]),
+        ("b", "0", ["GPU-b"]),  # as Slurm shows its GPU to one of several ranks
+        ("ab", "MIG-1", ["MIG-1"]),
+        ("", "3", ["3"]),
+    ],
+)
+def test_names_of_gpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, listed: str, shown: str | None, names: list[str]
+) -> None:
+    lines = "".join(f"echo 'GPU {number}: NVIDIA H200 (UUID: GPU-{name})'\n" for number, name in enumerate(listed))
+    (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{lines}")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    if shown is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", shown)
+    assert [gpu_name(number) for number in range(len(names))] == names
 
 
 def test_this_machine_alone(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from namespaces import NEEDS_ROOT, Hosts
 from test_launch import expect, one_a_line
 from test_supervise import TRANSPORTS
 
-pytestmark = [pytest.mark.slow, NEEDS_ROOT]
+pytestmark = [pytest.mark.slow, pytest.mark.alone, NEEDS_ROOT]
 
 SOURCES = ROOT / "src" / PACKAGE
 LOST_S = 60  # the promise: a static job has ended so many seconds after a cable was pulled

@@ -16,7 +16,7 @@ from << cookiecutter.package_name >>.transport import horovod_has_mpi, mpi_versi
 TRANSPORTS = ["gloo", "mpi"] if horovod_has_mpi() and mpi_version() else ["gloo"]
 DOWN_S = 15
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.alone]
 each_transport = pytest.mark.parametrize("transport", TRANSPORTS)
 
 

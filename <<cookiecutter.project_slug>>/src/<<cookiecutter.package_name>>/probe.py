@@ -179,6 +179,17 @@ def count_gpus() -> int:
     return len(re.findall("^GPU ", _output("nvidia-smi", "--list-gpus"), re.MULTILINE))
 
 
+def gpu_name(number: int) -> str:
+    """What tells a GPU that this process sees from all others of the host.
+
+    Slurm may show each rank one GPU of its own, which all call number 0: the driver's UUIDs differ then.
+    """
+    shown = os.environ.get("CUDA_VISIBLE_DEVICES")
+    entry = shown.split(",")[number] if shown else str(number)
+    known = re.findall(r"^GPU \d+: .*\(UUID: (\S+)\)$", _output("nvidia-smi", "--list-gpus"), re.MULTILINE)
+    return known[int(entry)] if entry.isdecimal() and int(entry) < len(known) else entry
+
+
 def _driver_cuda() -> str | None:
     """The newest CUDA that the driver supports."""
     newest = re.search(r"CUDA (?:UMD )?Version: *(\d+\.\d+)", _output("nvidia-smi"))

@@ -20,6 +20,7 @@ from ..data import Dataset
 from ..distributed import Communicator
 from ..engine import Hooks, Sums
 from ..errors import UserError
+from ..probe import gpu_name
 from ..sampler import Indices, Share
 from ..seeds import host_state, seed_host, set_host_state
 from ..weights import FILE, check_shapes, hash_arrays, load_hooks, report_shapes, save_hooks
@@ -319,7 +320,8 @@ def _claim_device(wanted: str, communicator: Communicator) -> tuple[str | None, 
     if wanted == "cuda" and not gpus:
         return None, "device=cuda but TensorFlow sees no GPU: check nvidia-smi and the CUDA build, or use device=cpu"
     # A launcher may show each rank one GPU of its own; then all are number 0.
-    mine = [gpus[communicator.local_rank % len(gpus)]] if gpus and wanted != "cpu" else []
+    number = communicator.local_rank % max(1, len(gpus))
+    mine = gpus[number : number + 1] if wanted != "cpu" else []
     # Once TensorFlow has run anything this is fixed, as in the second run of a sweep, which finds it done.
     with suppress(RuntimeError):
         if "TF_NUM_INTRAOP_THREADS" not in os.environ:
@@ -327,8 +329,7 @@ def _claim_device(wanted: str, communicator: Communicator) -> tuple[str | None, 
         tf.config.set_visible_devices(mine, "GPU")
         for gpu in mine:
             tf.config.experimental.set_memory_growth(gpu, True)
-    shown = os.environ.get("CUDA_VISIBLE_DEVICES", "all")
-    return (f"{shown} {mine[0].name}" if mine else None), ""
+    return (gpu_name(number) if mine else None), ""
 
 
 def _threads(local_size: int) -> int:
