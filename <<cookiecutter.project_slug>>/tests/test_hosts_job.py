@@ -2,6 +2,7 @@
 
 import re
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,8 +11,7 @@ from typing import Any
 import pytest
 from jobs import PACKAGE, ROOT, current_engine, read_lines, start_job, values, wait_for_process, wait_for_training
 from namespaces import NEEDS_ROOT, Hosts
-from test_launch import expect, one_a_line
-from test_supervise import TRANSPORTS
+from test_launch import TRANSPORTS, expect, one_a_line, versioned
 
 pytestmark = [pytest.mark.slow, pytest.mark.alone, NEEDS_ROOT]
 
@@ -62,11 +62,12 @@ def wait_until(condition: Callable[[], bool], what: str) -> None:
 def test_a_dry_run_is_the_reviewed_command(hosts: Hosts, transport: str, script: str, tmp_path: Path) -> None:
     """From these variables alone: the command of MPI lists those that it passes on."""
     (tmp_path / "hosts").write_text("node1\nnode2 slots=2\n")
-    variables = [f"{name}={hosts.environment()[name]}" for name in ("PATH", "OMPI_MCA_plm_rsh_args")]
+    variables = [f"{name}={hosts.environment()[name]}" for name in ("HOME", "PATH", "OMPI_MCA_plm_rsh_args")]
+    variables.append(f"VIRTUAL_ENV={sys.prefix}")
     options = ["--hosts", str(tmp_path / "hosts"), "--transport", transport, "--dry-run", "name=first"]
     said = hosts.check("node1", "env", "-i", *variables, f"launch/{script}.sh", *options)
     said = re.sub(r"\S+/(python|mpirun)[\d.]*", r"\1", said).replace(" --allow-run-as-root", "")
-    expect(f"hosts-{transport}.txt", one_a_line(said.replace(str(hosts.folder), "KEYS")))
+    expect(f"hosts-{versioned(transport)}.txt", one_a_line(said.replace(str(hosts.folder), "KEYS")))
 
 
 @pytest.mark.skipif("mpi" not in TRANSPORTS, reason="needs MPI")

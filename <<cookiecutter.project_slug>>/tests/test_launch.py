@@ -27,8 +27,17 @@ from << cookiecutter.package_name >>.launch import (
 )
 from << cookiecutter.package_name >>.network import Interface, Network
 from << cookiecutter.package_name >>.supervise import _first_of_mpi, _split
-from << cookiecutter.package_name >>.transport import Start, choose_transport, mpirun_command, passed_names, plan_gloo
+from << cookiecutter.package_name >>.transport import (
+    Start,
+    choose_transport,
+    horovod_has_mpi,
+    mpi_version,
+    mpirun_command,
+    passed_names,
+    plan_gloo,
+)
 
+TRANSPORTS = ["gloo", "mpi"] if horovod_has_mpi() and mpi_version() else ["gloo"]
 EXPECTED = Path(__file__).parent / "expected"
 HOSTS = [Host("a.example", 2), Host("b.example", 1)]
 CARDS = {"a.example": Interface("eth0", "10.0.0.1", 24), "b.example": Interface("eth0", "10.0.0.2", 24)}
@@ -51,6 +60,11 @@ def expect(file: str, text: str) -> None:
     """Compare with the reviewed file."""
     wanted = (EXPECTED / file).read_text().replace("PACKAGE", PACKAGE)
     assert text.strip() == wanted.strip()
+
+
+def versioned(transport: str) -> str:
+    """The transport, and the version of Open MPI: its options differ."""
+    return f"mpi-{mpi_version()}" if transport == "mpi" else transport
 
 
 def one_a_line(command: str) -> str:
@@ -89,11 +103,12 @@ def test_the_environment_of_ranks_over_gloo(start: Start) -> None:
 def dry_run(script: str, *options: str) -> str:
     command = [f"launch/{script}", *options, "--dry-run", "name=first"]
     done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, check=True)
-    return re.sub(r"\S+/python[\d.]*", "python", done.stdout).replace(" --allow-run-as-root", "")
+    return re.sub(r"\S+/(python|mpirun)[\d.]*", r"\1", done.stdout).replace(" --allow-run-as-root", "")
 
 
-def test_a_dry_run_over_gloo() -> None:
-    expect("local-gloo.txt", dry_run("local.sh", "-n", "2", "--transport", "gloo"))
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_dry_run_on_this_machine(transport: str) -> None:
+    expect(f"local-{versioned(transport)}.txt", one_a_line(dry_run("local.sh", "-n", "2", "--transport", transport)))
 
 
 def test_a_dry_run_names_what_would_start() -> None:

@@ -9,11 +9,10 @@ from pathlib import Path
 
 import pytest
 from jobs import RANKS, ROOT, environment, is_alive, launched, start_job, wait_for_training
+from test_launch import TRANSPORTS
 
 from << cookiecutter.package_name >>.preemption import EXIT_CODE
-from << cookiecutter.package_name >>.transport import horovod_has_mpi, mpi_version
 
-TRANSPORTS = ["gloo", "mpi"] if horovod_has_mpi() and mpi_version() else ["gloo"]
 DOWN_S = 15
 
 pytestmark = [pytest.mark.slow, pytest.mark.alone]
