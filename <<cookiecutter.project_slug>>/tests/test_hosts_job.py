@@ -125,13 +125,14 @@ def test_a_pulled_cable_ends_the_job_and_the_next_start_goes_on(
     assert values(run, "val/accuracy")[-1] > 0.9
 
 
+@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_an_elastic_job_goes_on_with_the_rest_and_takes_the_host_back(
-    hosts: Hosts, tmp_path: Path, hurry: Path
+    hosts: Hosts, tmp_path: Path, hurry: Path, transport: str
 ) -> None:
     """But not as long as it is faulty: the others are left alone then."""
     run, listed, said = tmp_path / "run", tmp_path / "listed", tmp_path / "said"
     listed.write_text("node1\nnode2\n")
-    options = ("--elastic", "--discover", f"cat {listed}", "--transport", "gloo")
+    options = ("--elastic", "--discover", f"cat {listed}", "--transport", transport)
     with (
         said.open("w") as log,
         launch(hosts, run, *options, "checkpoint.every_steps=4", "resume=never", into=log) as job,
