@@ -72,9 +72,13 @@ def test_a_dry_run_is_the_reviewed_command(hosts: Hosts, transport: str, script:
 
 @pytest.mark.skipif("mpi" not in TRANSPORTS, reason="needs MPI")
 def test_a_dry_run_over_mpi_is_a_command_to_copy(hosts: Hosts) -> None:
+    """And what would not stop the job is said beside it."""
     options = ["-H", "node1,node2", "--transport", "mpi", "--dry-run", "--command", "--", "hostname"]
-    said = hosts.check("node1", "launch/local.sh", *options)
-    assert sorted(hosts.check("node1", "bash", "-c", said).split()) == ["node1", "node2"]
+    hosts.check("node2", "mount", "-o", "remount,size=64m", "/dev/shm")
+    done = hosts.run("node1", "launch/local.sh", *options)
+    hosts.check("node2", "mount", "-o", "remount,size=2g", "/dev/shm")
+    assert "launch: warning: node2: node2 67 MB: start the container with --shm-size" in done.stderr
+    assert sorted(hosts.check("node1", "bash", "-c", done.stdout).split()) == ["node1", "node2"]
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

@@ -167,8 +167,9 @@ def test_what_is_refused(options: list[str], sentence: str) -> None:
     assert done.stderr.count("\n") == 1
 
 
-def test_a_host_that_does_not_answer_is_named() -> None:
-    command = ["launch/local.sh", "--transport", "gloo", "-H", "localhost,no-such-host.invalid"]
+@pytest.mark.parametrize("more", [[], ["--no-check"]])
+def test_a_host_that_does_not_answer_is_named(more: list[str]) -> None:
+    command = ["launch/local.sh", "--transport", "gloo", "-H", "localhost,no-such-host.invalid", *more]
     done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert "error: no-such-host.invalid: " in done.stderr

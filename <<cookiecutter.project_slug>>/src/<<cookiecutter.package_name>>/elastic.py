@@ -153,7 +153,7 @@ def run_elastic(
             if not (newcomers or lost):
                 raise
             failure = Failure(str(error), FAILURE)
-            if newcomers:  # the others have trained together
+            if not lost:  # the others have trained together
                 announce(failure)
                 for name in newcomers:
                     pool.put_aside(name)

@@ -107,12 +107,7 @@ def check_options(options: argparse.Namespace) -> None:
             raise UserError(f"--{name} is of use with --elastic only: add that, or leave --{name} out")
     if options.elastic and (options.n or (options.max or options.min) < options.min):
         raise UserError("--elastic takes --max of at least --min, and no -n: change them")
-    named = options.hosts or options.host_list is not None or options.discover
-    for name in () if named else ("network", "port"):
-        if getattr(options, name) is not None:
-            raise UserError(f"--{name} is of use with other hosts only: name them with --hosts or -H, or leave it out")
-    if options.network is not None:
-        parse_subnet(options.network)
+    _check_naming(options)
     for name in options.env:
         if name not in os.environ:
             raise UserError(f"--env {name}: there is no such variable here: give the name of one that is exported")
@@ -120,6 +115,19 @@ def check_options(options: argparse.Namespace) -> None:
         raise UserError(
             f"{word} stands behind {options.arguments[0]}, where the training's options begin: move it before"
         )
+
+
+def _check_naming(options: argparse.Namespace) -> None:
+    """Hosts are named once, and what is said of their network is about some."""
+    others = {"--hosts": options.hosts, "--discover": options.discover}
+    named = [option for option, value in others.items() if value is not None]
+    if named and options.host_list is not None:
+        raise UserError(f"{named[0]} and -H both name hosts: give one of them")
+    for name in () if named or options.host_list is not None else ("network", "port"):
+        if getattr(options, name) is not None:
+            raise UserError(f"--{name} is of use with other hosts only: name them with --hosts or -H, or leave it out")
+    if options.network is not None:
+        parse_subnet(options.network)
 
 
 def misplaced(options: argparse.Namespace) -> list[str]:
@@ -134,10 +142,8 @@ def listed_hosts(options: argparse.Namespace) -> list[Host]:
     """The hosts that the command line names; none means this machine.
 
     Raises:
-        UserError: if they are named twice, or an entry is no host.
+        UserError: if an entry is no host.
     """
-    if (options.hosts or options.discover) and options.host_list is not None:
-        raise UserError(f"{'--hosts' if options.hosts else '--discover'} and -H both name hosts: give one of them")
     if options.hosts:
         return read_hosts(options.hosts)
     return [] if options.host_list is None else parse_hosts(options.host_list)
@@ -149,8 +155,9 @@ def discovered_hosts(options: argparse.Namespace) -> list[Host]:
     Raises:
         UserError: if the command that lists them fails, or lists something else.
     """
-    hosts = listed_hosts(options) if options.discover is None or options.host_list is not None else []
-    if options.discover is not None:
+    if options.discover is None:
+        hosts = listed_hosts(options)
+    else:
         try:
             pipes: dict[str, Any] = {"capture_output": True, "text": True, "errors": "replace"}
             done = subprocess.run(options.discover, shell=True, check=False, timeout=DISCOVER_S, **pipes)
@@ -249,7 +256,6 @@ class Launcher:
         self.options = options
         self.command = command_of(options)
         self.transport = choose_transport(options.transport, hosts)
-        self.folder = named_folder(self.command) or Path("runs")
         self._rendezvous: Rendezvous | None = None
         self._prepare_terminal()
 
@@ -274,19 +280,20 @@ class Launcher:
 
     def _network(self, hosts: list[Host]) -> Network:
         """The network that joins the hosts; looks at them all, and at what would stop a job there."""
-        diagnosis = self._check(hosts, self.folder)
+        diagnosis = self._check(hosts)
         for finding in diagnosis.findings:
             if finding.state == "warning":
                 print(f"launch: warning: {finding}", file=sys.stderr, flush=True)
         faults = diagnosis.faults()
-        if diagnosis.network is not None and self.options.no_check:  # but not on hosts that cannot take part
-            faults = [fault for fault in faults if not set(fault.hosts) <= diagnosis.network.interfaces.keys()]
+        if diagnosis.network is not None and self.options.no_check:  # but not without a host
+            missing = {host.name for host in hosts} - diagnosis.network.interfaces.keys()
+            faults = [fault for fault in faults if missing & {*fault.hosts}]
         if faults or diagnosis.network is None:
             raise UserError("; ".join(map(str, faults)))
         return diagnosis.network
 
-    def _check(self, hosts: list[Host], folder: Path) -> Diagnosis:
-        mpi = self.transport == "mpi"
+    def _check(self, hosts: list[Host]) -> Diagnosis:
+        folder, mpi = named_folder(self.command) or Path("runs"), self.transport == "mpi"
         return check(hosts, folder, self.options.port, self.options.network, quick=True, mpi=mpi)
 
     def begin(self, hosts: list[Host]) -> Job:
@@ -309,8 +316,8 @@ class Launcher:
             return f"mpirun takes no IPv6 address: {NAME_IT}"
         if known or self.options.no_check:
             return "" if self._answers(host) else "it does not answer"
-        # Not in the run's own folder, of which the job itself holds the lock.
-        return "; ".join(map(str, self._check([host], self.folder.parent).faults()))
+        faults = self._check([host]).faults()
+        return "; ".join(str(fault) for fault in faults if fault.check != "run")  # the job itself works on it
 
     def _answers(self, host: Host) -> bool:
         command = [*ssh_command(host.name, self.options.port), "true"]
