@@ -50,7 +50,13 @@ NAN = np.full((2, 8, 8, 1), np.nan, np.float32)
     ("name", "method", "data", "skip", "sentence"),
     [
         ("a.keras", "static", [], (), r"cannot hold a static model: its name must end in \.tflite"),
-        ("a.tflite", "weight_only", [], (), "method=weight_only is not there for this engine: choose static, dynamic"),
+        (
+            "a.tflite",
+            "weight_only",
+            [],
+            (),
+            "the method weight_only is not there for this engine: choose static, dynamic",
+        ),
         ("a.tflite", "static", [], (), "0 calibration samples for 1 ranks"),
         ("a.tflite", "static", [NAN], (), "hold NaN or infinite values"),
         ("a.tflite", "static", [NAN[:, :4]], (), r"have shape \(4, 8, 1\), the model takes \(8, 8, 1\)"),

@@ -20,6 +20,7 @@ from << cookiecutter.package_name >>.compress import compress
 from << cookiecutter.package_name >>.distributed import Communicator, open_communicator
 from << cookiecutter.package_name >>.errors import UserError
 from << cookiecutter.package_name >>.evaluate import evaluate_run
+from <<cookiecutter.package_name>>.torch import measure
 from << cookiecutter.package_name >>.torch.distill import Distillation
 from << cookiecutter.package_name >>.torch.fake_quantize import STEPS
 from << cookiecutter.package_name >>.torch.models import load_model, resnet18
@@ -75,6 +76,14 @@ def test_channels_that_cannot_go_are_refused(layers: list[nn.Module], sentence: 
         fewer_channels(model, CHANNELS, inputs, 10)
 
 
+def test_multiplications_are_counted_in_attention_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True).eval()
+    monkeypatch.setattr(measure, "load_model", lambda folder, trusted: layer)
+    tokens = 10
+    dense, attention = tokens * (4 * 32 * 32 + 2 * 32 * 64), 2 * tokens * tokens * 32
+    assert measure.count(Path(), (tokens, 32), ())["macs"] == dense + attention
+
+
 @torch.no_grad()
 def test_a_layer_of_low_rank_is_factored_without_loss() -> None:
     layer = nn.Conv2d(8, 32, 3, stride=2, padding=1)
@@ -127,18 +136,28 @@ def test_a_chain(source: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_rounding_is_trained_on_two_ranks(source: Path, tmp_path: Path) -> None:
-    result = run_compress(source, tmp_path, "compress=qat", ranks=2)
+    """After pruning: the zeros stay. The ranges are the widest of both ranks'."""
+    steps = (
+        "'compress=prune compress.sparsity=0.5 compress.finetune.epochs=1','compress=qat compress.finetune.epochs=2'"
+    )
+    result = run_compress(source, tmp_path, "compress=chain", f"compress.steps=[{steps}]", ranks=2)
     assert result.returncode == 0, result.stdout + result.stderr
     models = report_of(tmp_path)["models"]
-    assert models["after"]["accuracy"] >= models["before"]["accuracy"] - 0.01
-    published = Store(tmp_path / "checkpoints").find_good("artefact").folder
+    assert models["2-qat"]["accuracy"] >= models["before"]["accuracy"] - 0.01
+    published = Store(tmp_path / "2-qat" / "checkpoints").find_good("artefact").folder
     ranks = [state["buffers"] for state in torch.load(published / "ranks.pt", weights_only=True)]
-    widths = {name: [own[name] - own[name.replace("highest", "lowest")] for own in ranks] for name in ranks[0]}
-    widths = {name.removesuffix(".highest"): pair for name, pair in widths.items() if name.endswith(".highest")}
-    assert any(one != other for one, other in widths.values()), "each rank sees samples of its own"
-    scales = {tensor.name: onnx.numpy_helper.to_array(tensor) for tensor in graph_of(published).initializer}
-    for name, pair in widths.items():
-        assert scales[f"model.{name}.scale"] == pytest.approx(float(torch.stack(pair).mean()) / STEPS)
+    places = [name.removesuffix(".highest") for name in ranks[0] if name.endswith(".highest")]
+    assert any(ranks[0][f"{name}.highest"] != ranks[1][f"{name}.highest"] for name in places), (
+        "each sees its own samples"
+    )
+    tensors = {tensor.name: onnx.numpy_helper.to_array(tensor) for tensor in graph_of(published).initializer}
+    for name in places:
+        lowest, highest = (torch.stack([rank[f"{name}.{end}"] for rank in ranks]) for end in ("lowest", "highest"))
+        assert tensors[f"model.{name}.scale"] == pytest.approx(float(highest.amax() - lowest.amin()) / STEPS)
+    weights = [tensor for tensor in tensors.values() if tensor.ndim > 1]
+    zeros = sum(int((weight == 0).sum()) for weight in weights) / sum(weight.size for weight in weights)
+    assert models["2-qat"]["sparsity"] == pytest.approx(zeros)
+    assert zeros >= 0.5
 
 
 def graph_of(checkpoint: Path) -> onnx.GraphProto:

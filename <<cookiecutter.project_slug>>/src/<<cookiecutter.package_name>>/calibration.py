@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from fnmatch import fnmatch
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,24 @@ from .errors import UserError
 from .runtime import Floats
 
 
+def left_out(names: Sequence[str], skip: Sequence[str]) -> list[str]:
+    """The layers that are not to be quantized.
+
+    Args:
+        names: Of those that could be.
+        skip: Names or patterns.
+
+    Raises:
+        UserError: if one of `skip` matches none.
+    """
+    for pattern in skip:
+        if not any(fnmatch(name, pattern) for name in names):
+            raise UserError(
+                f"compress.skip={pattern} is no layer to quantize: there are {', '.join(names)}", agreed=True
+            )
+    return [name for name in names if any(fnmatch(name, pattern) for pattern in skip)]
+
+
 def check_method(method: str, target: Path, methods: Mapping[str, Sequence[str]]) -> None:
     """Refuse a method, or a file that cannot hold its result; `methods` lists the suffixes of each.
 
@@ -19,7 +38,7 @@ def check_method(method: str, target: Path, methods: Mapping[str, Sequence[str]]
         UserError: if the method is unknown, the target's suffix is none of its own, or the target exists.
     """
     if method not in methods:
-        raise UserError(f"method={method} is not there for this engine: choose {', '.join(methods)}", agreed=True)
+        raise UserError(f"the method {method} is not there for this engine: choose {', '.join(methods)}", agreed=True)
     if target.suffix not in methods[method]:
         raise UserError(
             f"{target} cannot hold a {method} model: its name must end in {' or '.join(methods[method])}", agreed=True

@@ -44,15 +44,17 @@ from .manifest import MANIFEST, sha256, write_durably
 from .model_file import export_model
 from .options import COMPRESS_RULES, check_options
 from .ownership import run_lock
-from .pruning import Layers, Pruning
+from .pruning import KeptZeros, Layers, Pruning
 from .report import BLOCK, QUANTIZED, Report, measure_apart, show, trusted_packages
 from .runtime import Floats
 from .tracking import open_log
 from .train import Run, carry_on, open_run
 from .weights import FILE
+from .zeros import zeros_of
 
 PLAN = "plan.json"
 TAG = "artefact"
+NOTEWORTHY = 0.01  # of all weights
 REBUILT = ("channels", "low_rank", "qat")  # methods that change the architecture
 
 
@@ -208,7 +210,11 @@ def _decide(config: DictConfig, training: DictConfig, engine: Engine, folder: Pa
     if options.method not in REBUILT:
         return model, []
     (folder / "start").mkdir(exist_ok=True)
-    return wing.new_model(engine, model, options, training.data, folder / "start")  # type: ignore[no-any-return]
+    model, remarks = wing.new_model(engine, model, options, training.data, folder / "start")
+    zeros = np.concatenate([zero.ravel() for zero in zeros_of(folder / "source").values()])
+    if options.method == "low_rank" and zeros.mean() > NOTEWORTHY:
+        remarks.append(f"the zeros of the source ({zeros.mean():.0%}) are lost: factors are new weights")
+    return model, remarks
 
 
 def _left_dense(layers: Layers, options: Any) -> list[str]:
@@ -238,8 +244,7 @@ def finetune(training: DictConfig, folder: Path, plan: Plan) -> None:
         start = folder / ("start" if plan.recipe["method"] in REBUILT else "source")
         if plan.recipe["method"] != "distill":
             run.communicator.together(lambda: load_all(run.engine, start), "start")
-        if isinstance(hooks, Pruning):
-            hooks.begin()
+        hooks.begin()
 
     if not (folder / "artefact").exists():
         carry_on(run, begin)
@@ -255,7 +260,9 @@ def open_hooks(run: Run, plan: Plan) -> Hooks:
         teacher = json.loads((run.folder / "source" / "model.json").read_text("utf-8"))["model"]
         make: Callable[..., Hooks] = wing_of(run.config.engine).distillation
         return make(run.engine, teacher, run.folder / "source", options, run.config.data)
-    return Hooks()
+    if options.method == "low_rank":  # has new weights everywhere
+        return Hooks()
+    return KeptZeros(wing_of(run.config.engine).layers(run.engine, ["*"], []))
 
 
 # The result

@@ -27,6 +27,9 @@ class Sums:
 class Hooks:
     """What a compression adds to an engine's steps; these add nothing."""
 
+    def begin(self) -> None:
+        """Called on all ranks before the first step of a training, not when one goes on."""
+
     def loss(self, plain: Any, inputs: Any, outputs: Any) -> Any:
         """The loss to train with, summed over the samples of a batch; `plain` is the cross-entropy."""
         return plain

@@ -100,6 +100,25 @@ class Pruning(Hooks):
         self._layers.hold(self.masks)
 
 
+class KeptZeros(Hooks):
+    """Keeps at zero what is zero when the training begins: what an earlier pruning has left."""
+
+    def __init__(self, layers: Layers) -> None:
+        self._layers = layers
+
+    def begin(self) -> None:
+        """Hold the zeros that there are, the same on all ranks as the weights are."""
+        self._layers.hold({name: array != 0 for name, array in self._layers.weights().items() if not array.all()})
+
+    def after_step(self, share: Share) -> None:
+        """Hold them."""
+        self._layers.apply()
+
+    def restore(self, state: dict[str, npt.NDArray[Any]]) -> None:
+        """The weights of the checkpoint have them."""
+        self.begin()
+
+
 def select(names: list[str], wanted: list[str], skip: list[str]) -> list[str]:
     """The layers that a pattern of `wanted` matches and none of `skip`.
 

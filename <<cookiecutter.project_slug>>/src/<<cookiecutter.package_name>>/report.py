@@ -29,6 +29,7 @@ from .errors import UserError, end_well
 from .manifest import write_durably
 from .runtime import Floats, Predictor, load_predictor, runtime_of, weigh
 from .weights import FILE
+from .zeros import zeros_of
 
 FIGURES = "report.json"
 QUANTIZED = "quantized.json"
@@ -160,7 +161,7 @@ def _measure_all(entries: Mapping[str, Entry], config: DictConfig) -> dict[str, 
             "p50_ms": float(np.percentile(milliseconds, 50)),
             "p95_ms": float(np.percentile(milliseconds, 95)),
             **import_module(f".{config.engine}.measure", __package__).count(entry.model, config.data.shape, trusted),
-            **_sparsity(entry),
+            **_sparsity(entry.path),
         }
     return rows
 
@@ -204,17 +205,14 @@ def _latencies(predictors: Sequence[Predictor], batch: Floats, calls: int) -> np
     return times[:, WARM_UP:]
 
 
-def _sparsity(entry: Entry) -> Row:
-    """The fraction of zeros in each weight of two or more dimensions, counted in the file."""
-    if entry.path != entry.model:
-        return {"sparsity": None, "layers": {}}
-    from safetensors.numpy import load_file
-
-    weights = {name: array for name, array in load_file(entry.path / FILE).items() if array.ndim > 1}
-    layers = {name: float((array == 0).mean()) for name, array in weights.items()}
-    total = sum(array.size for array in weights.values())
-    zeros = sum(int((array == 0).sum()) for array in weights.values())
-    return {"sparsity": zeros / total, "layers": layers}
+def _sparsity(path: Path) -> Row:
+    """The fraction of zeros in each weight, counted in the file."""
+    zeros = zeros_of(path)
+    total = sum(zero.size for zero in zeros.values())
+    return {
+        "sparsity": sum(int(zero.sum()) for zero in zeros.values()) / total,
+        "layers": {name: float(zero.mean()) for name, zero in zeros.items()},
+    }
 
 
 def _setting(config: DictConfig) -> Row:
@@ -225,7 +223,7 @@ def _setting(config: DictConfig) -> Row:
         "calls": how.calls,
         "processor": _cpuinfo("model name"),
         "features": [one for one in FEATURES if one in _cpuinfo("flags").split()],
-        "counted": "macs: multiplications of convolutions and dense layers for one sample, zeros included",
+        "counted": "macs: multiplications of convolutions, dense layers and (PyTorch) attention, zeros included",
     }
 
 

@@ -54,7 +54,7 @@ def post_training(
     communicator.on_writer(lambda: check_method(method, target, METHODS), "target")
     if skip:
         raise UserError(
-            f"skip={skip[0]} is not possible for LiteRT, which decides by itself: leave it out", agreed=True
+            f"compress.skip={skip[0]} is not possible for LiteRT, which decides by itself: leave it out", agreed=True
         )
     samples = _gather(calibration, data_shape(folder), communicator) if method == "static" else []
     report = communicator.on_writer(lambda: _convert(folder, target, method, samples, trusted), "convert")
@@ -109,7 +109,7 @@ def _operations(content: bytes) -> dict[str, Any]:
         else:
             others[name] = "LiteRT leaves it: it has no int8 form, or under 1024 weights"
     if not quantized:
-        raise UserError("the model has no operation that LiteRT can quantize: choose method=fp16")
+        raise UserError("the model has no operation that LiteRT can quantize: choose the method fp16")
     return {"quantized": quantized, "fp32": others}
 
 

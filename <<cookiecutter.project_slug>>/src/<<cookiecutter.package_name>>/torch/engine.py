@@ -25,7 +25,7 @@ from ..sampler import Indices, Share
 from ..seeds import host_state, seed_host, set_host_state
 from ..weights import FILE, check_shapes, hash_arrays, load_hooks, report_shapes, save_hooks
 from .loader import Tensors, read_batches, read_shares
-from .reducer import Reducer, averaged, broadcast_model
+from .reducer import Reducer, averaged, broadcast_model, largest
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -142,7 +142,7 @@ class TorchEngine:
         """Loss without label smoothing, and correct answers, over this rank's batches."""
         self.model.eval()
         loss, correct, count = torch.zeros_like(self._loss), torch.zeros_like(self._loss), 0
-        with self._averaged_statistics():
+        with self._merged_statistics():
             for inputs, labels in read_batches(dataset, batches, self._workers, pin=self.device.type == "cuda"):
                 if not len(labels):
                     continue
@@ -166,9 +166,9 @@ class TorchEngine:
         }
 
     def snapshot(self, rank_states: list[dict[str, Any]]) -> Callable[[Path], None]:
-        """Copy weights, optimizer and scaler to the host; the weights get the ranks' mean statistics."""
+        """Copy weights, optimizer and scaler to the host; the weights get the statistics of all ranks."""
         weights = self._copies.take("weights", dict(self.model.named_parameters()))
-        weights |= _mean_buffers([state["buffers"] for state in rank_states])
+        weights |= _merge_buffers([state["buffers"] for state in rank_states], _range_ends(self.model))
         training = {
             "optimizer": self._copies.take("optimizer", self.optimizer.state_dict()),
             "scaler": self._scaler.state_dict(),
@@ -256,17 +256,23 @@ class TorchEngine:
         return images if self._channels_last else images.contiguous()
 
     @contextmanager
-    def _averaged_statistics(self) -> Iterator[None]:
-        """Evaluate with the batch-norm statistics of all ranks, then train on with this rank's own."""
-        buffers = list(self.model.buffers())
-        own = [buffer.clone() for buffer in buffers]
-        for buffer, mean in zip(buffers, averaged(buffers, self.communicator, "statistics"), strict=True):
-            buffer.copy_(mean)
+    def _merged_statistics(self) -> Iterator[None]:
+        """Evaluate with the batch-norm statistics and ranges of all ranks, then train on with this rank's own."""
+        buffers = dict(self.model.named_buffers())
+        own = {name: buffer.clone() for name, buffer in buffers.items()}
+        ends = _range_ends(self.model)
+        others = [name for name in buffers if name not in ends]
+        means = averaged([own[name] for name in others], self.communicator, "statistics")
+        widest = largest([own[name] * sign for name, sign in ends.items()], self.communicator, "ranges")
+        merged = dict(zip(others, means, strict=True))
+        merged |= {name: end * sign for (name, sign), end in zip(ends.items(), widest, strict=True)}
+        for name, buffer in buffers.items():
+            buffer.copy_(merged[name])
         try:
             yield
         finally:
-            for buffer, value in zip(buffers, own, strict=True):
-                buffer.copy_(value)
+            for name, buffer in buffers.items():
+                buffer.copy_(own[name])
 
 
 class HostCopies:
@@ -368,11 +374,25 @@ def _load_tensors(file: Path, device: torch.device) -> dict[str, Tensor]:
         raise UserError(f"{file} is no safetensors file ({error}): use another checkpoint") from error
 
 
-def _mean_buffers(ranks: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+def _range_ends(model: nn.Module) -> dict[str, int]:
+    """The buffers that hold an end of a range, with the sign of its side."""
     return {
-        name: torch.stack([rank[name] for rank in ranks]).mean(dim=0) if own.is_floating_point() else own.clone()
-        for name, own in ranks[0].items()
+        f"{name}.{buffer}": sign
+        for name, module in model.named_modules()
+        for buffer, sign in getattr(module, "ENDS", {}).items()
     }
+
+
+def _merge_buffers(ranks: list[dict[str, Tensor]], ends: dict[str, int]) -> dict[str, Tensor]:
+    """The means over ranks of statistics, the widest ranges, and rank 0's counts."""
+    merged = {}
+    for name, own in ranks[0].items():
+        stacked = torch.stack([rank[name] for rank in ranks])
+        if name in ends:
+            merged[name] = (stacked * ends[name]).amax(dim=0) * ends[name]
+        else:
+            merged[name] = stacked.mean(dim=0) if own.is_floating_point() else own.clone()
+    return merged
 
 
 def _shapes(tensors: dict[str, Tensor]) -> dict[str, tuple[int, ...]]:

@@ -12,12 +12,13 @@ import operator
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeGuard
+from typing import Any, ClassVar, TypeGuard
 
 import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional
 
+from ..calibration import left_out
 from ..distributed import Communicator
 from ..errors import UserError
 from ..weights import hash_arrays
@@ -40,6 +41,7 @@ class FakeQuantize(nn.Module):
 
     lowest: Tensor
     highest: Tensor
+    ENDS: ClassVar = {"lowest": -1, "highest": 1}  # of several ranks' ranges the widest counts, not the mean
 
     def __init__(self) -> None:
         super().__init__()
@@ -117,38 +119,36 @@ def prepare(model: nn.Module, skip: Sequence[str] = ()) -> fx.GraphModule:
 
     Args:
         model: Takes (n, channels, height, width), or (n, features).
-        skip: Names of layers, as named_modules() has them, that stay in float32.
+        skip: Layers, as named_modules() has them, or patterns of their names, that stay in float32.
 
     Raises:
         UserError: if the model's forward() has control flow that depends on its input, or `skip` names no layer.
     """
-    check_names(model, skip)
+    skipped = skipped_layers(model, skip)
     mode = model.training
     try:
         traced = fx.symbolic_trace(copy.deepcopy(model))
     except Exception as error:
         raise UserError(
-            f"{type(model).__name__} cannot be traced ({error}): use method=dynamic or weight_only, which need not"
+            f"{type(model).__name__} cannot be traced ({error}): use the method dynamic or weight_only, which need not"
         ) from error
     calls = Counter(node.target for node in traced.graph.nodes if node.op == "call_module")
     for name, layer in traced.named_modules():
         # One that is used twice would need two scales for its bias.
-        if type(layer) in ROUNDED and name not in skip and calls[name] == 1:
+        if type(layer) in ROUNDED and name not in skipped and calls[name] == 1:
             layer.__class__ = ROUNDED[type(layer)]
     _insert_quantizers(traced)
     return traced.train(mode)
 
 
-def check_names(model: nn.Module, skip: Sequence[str]) -> None:
-    """Refuse names of layers that the model does not have.
+def skipped_layers(model: nn.Module, skip: Sequence[str]) -> list[str]:
+    """The layers of a model, prepared or not, that stay in float32.
 
     Raises:
-        UserError: for the first such name.
+        UserError: if one of `skip` matches none.
     """
-    names = [name for name, layer in model.named_modules() if type(layer) in ROUNDED]
-    for name in skip:
-        if name not in names:
-            raise UserError(f"skip={name} is no layer that could be quantized: choose from {', '.join(names)}")
+    kinds = (*ROUNDED, *ROUNDED.values())
+    return left_out([name for name, layer in model.named_modules() if type(layer) in kinds], skip)
 
 
 @contextmanager

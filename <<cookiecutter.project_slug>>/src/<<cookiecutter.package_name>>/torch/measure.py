@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 from .export import Deployed
 from .models import load_model
-from .prune import PRUNABLE
 
 
 def count(folder: Path, shape: Sequence[int], trusted: Sequence[str]) -> dict[str, int]:
-    """Parameters, and multiply-accumulates of convolutions and linear layers for one sample.
+    """Parameters, and multiply-accumulates of convolutions, linear layers and attention for one sample.
 
     They are counted as a dense runtime does them: a weight of zero is multiplied too.
 
@@ -26,15 +25,19 @@ def count(folder: Path, shape: Sequence[int], trusted: Sequence[str]) -> dict[st
         trusted: Packages besides this one that the architecture may come from.
     """
     model = load_model(folder, trusted)
-    macs: list[int] = []
-
-    def add(layer: torch.nn.Module, inputs: Any, output: Tensor) -> None:
-        weight: Tensor = layer.weight  # type: ignore[assignment]
-        macs.append(output.numel() // output.shape[0] * math.prod(weight.shape[1:]))
-
-    for layer in model.modules():
-        if isinstance(layer, PRUNABLE):
-            layer.register_forward_hook(add)
-    with torch.inference_mode():
+    with torch.no_grad(), _plain_attention(), FlopCounterMode(display=False) as counter:
         Deployed(model)(torch.zeros((1, *shape)))
-    return {"parameters": sum(parameter.numel() for parameter in model.parameters()), "macs": sum(macs)}
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    return {"parameters": parameters, "macs": counter.get_total_flops() // 2}
+
+
+@contextmanager
+def _plain_attention() -> Iterator[None]:
+    """As multiplications of matrices, which are counted; a whole layer or product as one operation would not be."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with sdpa_kernel(SDPBackend.MATH):
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)

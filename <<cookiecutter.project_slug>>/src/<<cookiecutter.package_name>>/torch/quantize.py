@@ -25,7 +25,6 @@ from .fake_quantize import (
     FakeQuantize,
     Layer,
     calibrating,
-    check_names,
     check_ranges,
     following,
     is_call,
@@ -33,6 +32,7 @@ from .fake_quantize import (
     module_of,
     prepare,
     quantizers,
+    skipped_layers,
     weight_scale,
 )
 from .models import load_model
@@ -61,7 +61,7 @@ def post_training(
             of each call) | weight_only (int8 weights, computes in float32: smaller, not faster) | fp16 | bf16.
         calibration: This rank's batches for `static`, each (n, *data.shape), normalized; may be empty on some ranks.
         communicator: The ranks.
-        skip: Names of layers that stay in float32.
+        skip: Layers, or patterns of their names, that stay in float32.
         trusted: Packages besides this one that the architecture may come from.
 
     Returns:
@@ -115,6 +115,7 @@ def convert(model: fx.GraphModule, target: Path, shape: Sequence[int], skip: Seq
     """
     check_method("static", target, METHODS)
     check_ranges(model)
+    skipped = skipped_layers(model, skip)
     made = copy.deepcopy(model).cpu().eval()
     _fold_batch_norms(made)
     for node in made.graph.nodes:
@@ -124,7 +125,7 @@ def convert(model: fx.GraphModule, target: Path, shape: Sequence[int], skip: Seq
     for name, place in quantizers(made).items():
         made.set_submodule(name, Rounding(place))
     write(made, target, shape)
-    return _report(made, skip)
+    return _report(made, skipped)
 
 
 def _fold_batch_norms(model: fx.GraphModule) -> None:
@@ -140,18 +141,18 @@ def _convert_unprepared(
     model: nn.Module, target: Path, shape: Sequence[int], method: str, skip: Sequence[str]
 ) -> Report:
     """What needs no calibration, and so no trace of the model."""
-    check_names(model, skip)
+    skipped = skipped_layers(model, skip)
     if method in PRECISIONS:
         if skip:
-            raise UserError(f"skip={skip[0]} has no meaning for {method}: it is for the whole model")
+            raise UserError(f"compress.skip={skip[0]} has no meaning for {method}: it is for the whole model")
         write(model, target, shape, PRECISIONS[method])
         return {"quantized": [name for name, _ in _weighted(model)], "fp32": {}}
     kinds, form = (ROUNDED, Int8Layer) if method == "weight_only" else ((nn.Linear,), DynamicLinear)
     for name, layer in list(model.named_modules()):
-        if type(layer) in kinds and name not in skip:
+        if type(layer) in kinds and name not in skipped:
             model.set_submodule(name, form(layer))
     write(model, target, shape)
-    return _report(model, skip, method)
+    return _report(model, skipped, method)
 
 
 def _weighted(model: nn.Module) -> list[tuple[str, nn.Module]]:
