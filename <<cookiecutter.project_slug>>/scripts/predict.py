@@ -5,9 +5,10 @@ float32 of shape (n, *data.shape), channels last, normalized as in training; pri
 """
 
 import argparse
+import sys
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -50,19 +51,32 @@ def litert(model: Path, inputs: Any) -> Any:
 RUNTIMES = {".onnx": onnx, ".pt2": torch_export, ".keras": keras, ".h5": keras, ".tflite": litert}
 
 
+def fail(sentence: str) -> NoReturn:
+    """End with one sentence."""
+    print(f"error: {sentence}", file=sys.stderr)
+    sys.exit(2)
+
+
 def main() -> None:
     """Read the command line, print the classes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path, help="an .onnx, .pt2, .keras, .h5 or .tflite file, or a SavedModel folder")
     parser.add_argument("inputs", type=Path, help="a .npy file")
     options = parser.parse_args()
-    inputs = np.load(options.inputs, allow_pickle=False).astype(np.float32)
-    if options.model.is_dir() and (options.model / "saved_model.pb").exists():
-        logits = saved_model(options.model, inputs)
-    elif options.model.is_file() and options.model.suffix in RUNTIMES:
-        logits = RUNTIMES[options.model.suffix](options.model, inputs)
-    else:
-        parser.error(f"{options.model} is not there or has another suffix than {', '.join(RUNTIMES)}")
+    run = saved_model if (options.model / "saved_model.pb").exists() else RUNTIMES.get(options.model.suffix)
+    if run is None or not options.model.exists():
+        fail(f"{options.model} is not there, or has another suffix than {', '.join(RUNTIMES)}")
+    try:
+        inputs = np.load(options.inputs, allow_pickle=False).astype(np.float32)
+    except (OSError, ValueError) as error:
+        fail(f"{options.inputs} is no .npy file of numbers ({error})")
+    try:
+        logits = run(options.model, inputs)
+    except ImportError as error:
+        fail(f"{options.model} needs a runtime that is not installed ({error})")
+    except Exception as error:
+        reason = " ".join(str(error).split())[:200]
+        fail(f"{options.model} cannot be run with inputs of shape {inputs.shape} ({reason})")
     print(*np.argmax(logits, axis=1), sep="\n")
 
 

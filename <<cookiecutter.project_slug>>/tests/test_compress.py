@@ -1,5 +1,6 @@
 """Compression of a trained model: what is reported is what lies in the files, and a killed job goes on."""
 
+import json
 import re
 import shutil
 import subprocess
@@ -125,9 +126,16 @@ def test_eight_bits_without_training(source: Path, tmp_path: Path) -> None:
     assert twin["agreement"] == 1
     assert after["accuracy"] >= before["accuracy"] - 0.01
     assert after["gzipped"] < 0.6 * twin["gzipped"]
+    assert 0 < after["sparsity"] < 0.2  # of weights so small that they are rounded to zero
+    assert twin["sparsity"] < after["sparsity"]
+    assert len(after["layers"]) == len(before["layers"])
     published = Store(tmp_path / "checkpoints").find_good("artefact")
     assert published.meta["artefact"]["sha256"] == after["sha256"]
     assert [path.stem for path in (published.folder / "artefact").iterdir()] == ["model"]
+    words = [sys.executable, "-m", f"{PACKAGE}.evaluate", str(tmp_path), "--checkpoint", "artefact"]
+    done = subprocess.run(words, env=alone(), capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "has no model.safetensors, as after quantization: name a checkpoint that was trained" in done.stderr
 
 
 @pytest.mark.slow
@@ -190,17 +198,24 @@ def test_what_misses_its_requirements_is_put_aside(source: Path, tmp_path: Path)
         assert result.returncode == 2
         assert "error: gzipped shrank 1." in result.stderr
         assert str(tmp_path / "rejected") in result.stderr
+        assert "same answer" in result.stdout  # the table, also of what was done before
     assert (tmp_path / "rejected" / "model" / "model.json").exists()
     assert not (tmp_path / "artefact").exists()
     assert "artefact" not in Store(tmp_path / "checkpoints").pointers()
     again = subprocess.run([sys.executable, "-m", f"{PACKAGE}.report", tmp_path], env=alone(), check=False)
     assert again.returncode == 0
-    other = run_compress(source, tmp_path, *options, "from_checkpoint=latest")
-    assert "was begun with from=" in other.stderr
+    for change in ("from_checkpoint=latest", f"from={tmp_path}"):
+        other = run_compress(source, tmp_path, *options, change)
+        assert "was begun with from=" in other.stderr
     report = report_of(tmp_path)
     assert report["missed"]  # a second measurement does not change what was decided
     assert report["remarks"][0].startswith("left dense, since 2:4 needs a multiple of 4 inputs: ")
     assert 0.45 < report["models"]["after"]["sparsity"] < 0.5
+    (tmp_path / "rejected").rename(tmp_path / "elsewhere")
+    assert f"speaks of {tmp_path / 'rejected'}, which is not there" in run_compress(source, tmp_path, *options).stderr
+    plan = json.loads((tmp_path / "plan.json").read_text())
+    (tmp_path / "plan.json").write_text(json.dumps({key: plan[key] for key in plan if key != "source"}))
+    assert "was begun by another version of this project" in run_compress(source, tmp_path, *options).stderr
 
 
 @pytest.mark.slow
@@ -212,6 +227,7 @@ def test_what_misses_its_requirements_is_put_aside(source: Path, tmp_path: Path)
         (["compress=chain", "compress.steps=['compress=prune compress.sweep=[0.5]']"], "1-prune has a compress.sweep"),
         (["compress=chain", "compress.steps=['compress=prune','compress=prune \"']"], "No closing quotation"),
         (["compress.sweep=[0.5,abc]"], "compress.sparsity=abc must be a number"),
+        (["compress=chain", "compress.require.max_accuracy_drop=0.1"], "unknown option 'compress.require.max_accuracy"),
     ],
 )
 def test_all_of_a_series_is_checked_first(source: Path, tmp_path: Path, overrides: list[str], sentence: str) -> None:
@@ -236,6 +252,8 @@ def test_two_jobs_do_not_share_a_folder(source: Path, tmp_path: Path) -> None:
     ("overrides", "sentence"),
     [
         (["compress.sparsity=1"], r"compress.sparsity=1 must be a number from 0 to 0.9999"),
+        (["compress.rise=0"], r"compress.rise=0 must be a number from 1e-06 to 1"),
+        (["compress=int8", "compress.samples=0"], r"compress.samples=0 must be "),
         (["compress.layers=[nothing*]"], r"no layer is called nothing\*: there are "),
         (
             ["compress=chain", "compress.steps=['name=x']"],

@@ -74,6 +74,25 @@ def test_a_model_goes_out(runs: dict[str, Path], samples: Any, tmp_path: Path, e
         export(runs[engine], "best", target, kind)
 
 
+@pytest.mark.parametrize(
+    ("files", "sentence"),
+    [
+        (("model.keras", "a.npy"), "model.keras is not there, or has another suffix than .onnx"),
+        (("a.onnx", "none.npy"), "none.npy is no .npy file of numbers ([Errno 2] No such file or directory"),
+        (("a.onnx", "a.onnx"), "a.onnx is no .npy file of numbers"),
+        (("a.onnx", "a.npy"), "a.onnx cannot be run with inputs of shape (2, 3) ("),
+    ],
+)
+def test_the_script_says_what_it_cannot_run(tmp_path: Path, files: tuple[str, str], sentence: str) -> None:
+    (tmp_path / "a.onnx").write_text("no model")
+    np.save(tmp_path / "a.npy", np.zeros((2, 3)))
+    command = [sys.executable, str(ROOT / "scripts" / "predict.py"), *files]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"error: {sentence}")
+    assert done.stderr.count("\n") == 1
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES)
 def test_half_precision(runs: dict[str, Path], tmp_path: Path, engine: str) -> None:

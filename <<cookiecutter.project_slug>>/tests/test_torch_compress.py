@@ -76,6 +76,29 @@ def test_channels_that_cannot_go_are_refused(layers: list[nn.Module], sentence: 
         fewer_channels(model, CHANNELS, inputs, 10)
 
 
+class Fixed(nn.Module):
+    """Says its layers in another order than it calls them, and knows their widths by heart."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.width = width
+        self.answer, self.middle, self.first = nn.Linear(10, 10), nn.Linear(8 * 36, 10), nn.Conv2d(3, 8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x).relu()
+        x = x.flatten(1) if self.width == 0 else x.reshape(len(x), self.width)
+        return self.answer(self.middle(x).relu())  # type: ignore[no-any-return]
+
+
+def test_what_answers_stays_whatever_it_is_called() -> None:
+    inputs = torch.rand(2, 3, 8, 8)
+    chosen, changes, _ = fewer_channels(Fixed(0), CHANNELS, inputs, 10)
+    assert chosen(inputs).shape == (2, 10)
+    assert {*changes[0]["layers"]} == {"first", "middle", "answer"}
+    with pytest.raises(UserError, match=r"compress=channels breaks this model \(.*\): use compress=low_rank or prune"):
+        fewer_channels(Fixed(8 * 36), CHANNELS, inputs, 10)
+
+
 def test_multiplications_are_counted_in_attention_too(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True).eval()
     monkeypatch.setattr(measure, "load_model", lambda folder, trusted: layer)

@@ -119,14 +119,20 @@ def _carry_out(
     store = open_store(training, folder)
     report = communicator.on_writer(lambda: Report.read(folder), "report")
     if report is not None:
-        if communicator.writes:
-            show(report)
+        communicator.on_writer(lambda: _show_again(folder, report), "result")
         return report
     if config.compress.method == "quantize":
         quantize(training, folder, plan, communicator)
     else:
         finetune(training, folder, plan)
     return communicator.on_writer(lambda: finish(training, folder, store, plan), "artefact")
+
+
+def _show_again(folder: Path, report: Report) -> None:
+    home = folder / ("rejected" if report.missed else "artefact")
+    if not home.exists():
+        raise UserError(f"the report in {folder} speaks of {home}, which is not there: use another name=...")
+    show(report)
 
 
 def check(config: DictConfig) -> None:
@@ -179,7 +185,7 @@ def make_plan(config: DictConfig, training: DictConfig, engine: Engine, folder: 
     recipe = _plain(config.compress)
     source = [str(Path(config["from"]).resolve()), str(config.from_checkpoint)]
     if (folder / PLAN).exists():
-        plan = Plan(**json.loads((folder / PLAN).read_text("utf-8")))
+        plan = _read_plan(folder)
         if plan.recipe != recipe:
             raise UserError(f"{folder} was begun with other options: set them back, or use another name=...")
         if plan.source != source:
@@ -195,6 +201,13 @@ def make_plan(config: DictConfig, training: DictConfig, engine: Engine, folder: 
     write_durably(folder / f"{PLAN}.tmp", json.dumps(vars(plan), indent=2))
     (folder / f"{PLAN}.tmp").rename(folder / PLAN)
     return plan
+
+
+def _read_plan(folder: Path) -> Plan:
+    try:
+        return Plan(**json.loads((folder / PLAN).read_text("utf-8")))
+    except TypeError as error:
+        raise UserError(f"{folder} was begun by another version of this project: use another name=...") from error
 
 
 def _decide(config: DictConfig, training: DictConfig, engine: Engine, folder: Path) -> tuple[dict[str, Any], list[str]]:

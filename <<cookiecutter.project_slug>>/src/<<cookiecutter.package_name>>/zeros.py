@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import numpy.typing as npt
 
 from .weights import FILE
 
+KINDS = (np.float32, np.float16, np.int8)
 Zeros = dict[str, npt.NDArray[np.bool_]]
 
 
@@ -21,7 +23,7 @@ def zeros_of(path: Path) -> Zeros:
     Args:
         path: A model folder, .onnx, .pt2 or .tflite.
     """
-    return {name: zero for name, zero in _READERS[path.suffix if path.is_file() else ""](path).items() if zero.ndim > 1}
+    return _READERS[path.suffix if path.is_file() else ""](path)
 
 
 def _of_folder(path: Path) -> Zeros:
@@ -36,24 +38,27 @@ def _of_onnx(path: Path) -> Zeros:
 
 def _of_torch_export(path: Path) -> Zeros:
     state = import_module("torch").export.load(path).state_dict
-    return {name: (tensor == 0).numpy() for name, tensor in state.items()}
+    return _equal_zero({name: tensor.float().numpy() for name, tensor in state.items()})  # numpy has no bfloat16
 
 
 def _of_litert(path: Path) -> Zeros:
     interpreter: Any = import_module("ai_edge_litert.interpreter").Interpreter(str(path))
-    found = {}
+    points, tensors = {}, {}
     for details in interpreter.get_tensor_details():
         try:
-            tensor = interpreter.get_tensor(details["index"])
+            tensors[details["name"]] = interpreter.get_tensor(details["index"])
         except ValueError:  # no constant: it has no values before a call
             continue
-        points = details["quantization_parameters"]["zero_points"]
-        found[details["name"]] = tensor == (points[0] if len(points) else 0)  # symmetric as well, so all are alike
-    return found
+        points[details["name"]] = details["quantization_parameters"]["zero_points"][:1]  # all are alike
+    return _equal_zero(tensors, {name: int(point[0]) for name, point in points.items() if len(point)})
 
 
-def _equal_zero(tensors: Mapping[str, npt.NDArray[Any]]) -> Zeros:
-    return {name: tensor == 0 for name, tensor in tensors.items()}
+def _equal_zero(
+    tensors: Mapping[str, npt.NDArray[Any]], zero_points: Mapping[str, int] = MappingProxyType({})
+) -> Zeros:
+    """Of what is a weight: other integers are shapes and the like."""
+    weights = {name: array for name, array in tensors.items() if array.ndim > 1 and array.dtype in KINDS}
+    return {name: array == zero_points.get(name, 0) for name, array in weights.items()}
 
 
 _READERS: dict[str, Callable[[Path], Zeros]] = {

@@ -93,7 +93,7 @@ def fewer_channels(model: nn.Module, options: Any, inputs: Tensor, classes: int)
         raise UserError("compress=channels needs torch-pruning: install this project's extra 'compress'") from error
     layers = {name: module for name, module in model.named_modules() if isinstance(module, nn.Conv2d | nn.Linear)}
     chosen = select([*layers], list(options.layers), list(options.skip))
-    last = [name for name, module in layers.items() if getattr(module, "out_features", 0) == classes][-1:]
+    last = [name for name in _called(model, layers, inputs) if getattr(layers[name], "out_features", 0) == classes][-1:]
     before, shapes = _all_widths(model), _shapes(model)
     pruner = torch_pruning.pruner.BasePruner(
         model.eval(),
@@ -110,6 +110,17 @@ def fewer_channels(model: nn.Module, options: Any, inputs: Tensor, classes: int)
     if not after:
         raise UserError(f"compress.sparsity={options.sparsity} removes no channel: choose more, or skip fewer layers")
     return model, [{"kind": "widths", "layers": after}], []
+
+
+def _called(model: nn.Module, layers: Mapping[str, nn.Module], inputs: Tensor) -> list[str]:
+    """The layers in the order in which the model calls them, which need not be that of their names."""
+    called: list[str] = []
+    handles = [layer.register_forward_hook(lambda *_, name=name: called.append(name)) for name, layer in layers.items()]
+    with torch.no_grad():
+        model(inputs)
+    for handle in handles:
+        handle.remove()
+    return called
 
 
 def _shapes(model: nn.Module) -> dict[str, torch.Size]:
