@@ -44,7 +44,7 @@ from .manifest import MANIFEST, sha256, write_durably
 from .model_file import export_model
 from .options import COMPRESS_RULES, check_options
 from .ownership import run_lock
-from .pruning import KeptZeros, Layers, Pruning
+from .pruning import NOTABLE, KeptZeros, Layers, Pruning
 from .report import BLOCK, QUANTIZED, Report, measure_apart, show, trusted_packages
 from .runtime import Floats
 from .tracking import open_log
@@ -54,7 +54,6 @@ from .zeros import zeros_of
 
 PLAN = "plan.json"
 TAG = "artefact"
-NOTEWORTHY = 0.01  # of all weights
 REBUILT = ("channels", "low_rank", "qat")  # methods that change the architecture
 
 
@@ -225,7 +224,7 @@ def _decide(config: DictConfig, training: DictConfig, engine: Engine, folder: Pa
     (folder / "start").mkdir(exist_ok=True)
     model, remarks = wing.new_model(engine, model, options, training.data, folder / "start")
     zeros = np.concatenate([zero.ravel() for zero in zeros_of(folder / "source").values()])
-    if options.method == "low_rank" and zeros.mean() > NOTEWORTHY:
+    if options.method == "low_rank" and zeros.mean() > NOTABLE:
         remarks.append(f"the zeros of the source ({zeros.mean():.0%}) are lost: factors are new weights")
     return model, remarks
 

@@ -15,6 +15,7 @@ from .errors import UserError
 from .masks import Masks, Weights
 from .sampler import Share
 
+NOTABLE = 0.01  # of weights are zero: training alone hardly ever makes one exactly zero
 STEPS = "/steps"  # no weight is called so
 
 
@@ -107,8 +108,9 @@ class KeptZeros(Hooks):
         self._layers = layers
 
     def begin(self) -> None:
-        """Hold the zeros that there are, the same on all ranks as the weights are."""
-        self._layers.hold({name: array != 0 for name, array in self._layers.weights().items() if not array.all()})
+        """Hold the zeros of layers that have a notable part of them, the same on all ranks as the weights are."""
+        kept = {name: array != 0 for name, array in self._layers.weights().items()}
+        self._layers.hold({name: mask for name, mask in kept.items() if 0 < mask.mean() <= 1 - NOTABLE})
 
     def after_step(self, share: Share) -> None:
         """Hold them."""

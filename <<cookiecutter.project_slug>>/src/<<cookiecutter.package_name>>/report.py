@@ -60,9 +60,18 @@ class Report:
 
     @classmethod
     def read(cls, folder: Path) -> Report | None:
-        """The report in a folder, if there is one."""
+        """The report in a folder, if there is one.
+
+        Raises:
+            UserError: if it is of another version of this project.
+        """
         file = folder / FIGURES
-        return cls(**json.loads(file.read_text("utf-8"))) if file.exists() else None
+        try:
+            return cls(**json.loads(file.read_text("utf-8"))) if file.exists() else None
+        except (TypeError, ValueError) as error:
+            raise UserError(
+                f"{file} is of another version of this project, or damaged: use another name=..."
+            ) from error
 
     def write(self, folder: Path) -> None:
         """Write report.json and report.png, and print the table."""
