@@ -39,6 +39,11 @@ def test_a_wider_mask_on_one_host_is_the_same_network() -> None:
     assert choose_network(by_host, {}).subnet == "10.1.0.0/16"
 
 
+def test_ipv4_wins_over_the_ipv6_of_ssh() -> None:
+    by_host = {name: [Interface("eth0", f"2001:db8::{n}", 64), *host(n)] for n, name in enumerate("ab", 1)}
+    assert choose_network(by_host, {"a": "2001:db8::1", "b": "2001:db8::2"}).subnet == "10.1.0.0/24"
+
+
 def test_only_ipv6() -> None:
     by_host = {name: [LINK, Interface("eth0", f"2001:db8::{n}", 64)] for n, name in enumerate("ab", 1)}
     assert choose_network(by_host, {"a": "2001:db8::1"}).subnet == "2001:db8::/64"

@@ -290,6 +290,11 @@ class Launcher:
             faults = [fault for fault in faults if missing & {*fault.hosts}]
         if faults or diagnosis.network is None:
             raise UserError("; ".join(map(str, faults)))
+        if self.transport == "gloo" and ":" in diagnosis.network.subnet:
+            raise UserError(
+                f"Gloo cannot meet over IPv6, and the hosts' network is {diagnosis.network.subnet}:"
+                " give them IPv4 addresses in one, or list them by name and use --transport mpi"
+            )
         return diagnosis.network
 
     def _check(self, hosts: list[Host]) -> Diagnosis:

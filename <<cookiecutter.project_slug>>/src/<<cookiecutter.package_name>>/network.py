@@ -100,11 +100,11 @@ def choose_network(
     return max(networks, key=lambda network: _preference(network, reached))
 
 
-def _preference(network: Network, reached: Mapping[str, str]) -> tuple[int, bool, int]:
-    """How many hosts ssh reached in it; then IPv4, which every transport knows; then the narrower subnet."""
+def _preference(network: Network, reached: Mapping[str, str]) -> tuple[bool, int, int]:
+    """IPv4 first, which every transport knows; then by how many hosts ssh reached in it; then the narrower subnet."""
     subnet = ipaddress.ip_network(network.subnet)
     by_ssh = sum(ipaddress.ip_address(address) in subnet for address in reached.values())
-    return by_ssh, subnet.version == 4, subnet.prefixlen
+    return subnet.version == 4, by_ssh, subnet.prefixlen
 
 
 def _network(subnet: Subnet, by_host: Mapping[str, Sequence[Interface]]) -> Network | None:
