@@ -81,6 +81,24 @@ def test_a_dry_run_over_mpi_is_a_command_to_copy(hosts: Hosts) -> None:
     assert sorted(hosts.check("node1", "bash", "-c", done.stdout).split()) == ["node1", "node2"]
 
 
+def test_hosts_by_ipv6_addresses(hosts: Hosts, tmp_path: Path) -> None:
+    """ssh reaches them so; the ranks meet over IPv4."""
+    known = hosts.folder / "known_hosts"
+    before = known.read_text()
+    for number, name in enumerate(hosts.names, 1):
+        hosts.check(name, "ip", "-6", "addr", "add", f"fd77::{number}/64", "dev", "eth0", "nodad")
+        known.write_text(f"{known.read_text()}fd77::{number} {(hosts.folder / f'{name}.key.pub').read_text()}")
+    options = [f"engine={current_engine()}", f"hydra.run.dir={tmp_path / 'run'}", "epochs=1"]
+    try:
+        done = hosts.run("node1", "launch/local.sh", "-H", "[fd77::1]:1,fd77::2", *options)
+    finally:
+        known.write_text(before)
+        for number, name in enumerate(hosts.names, 1):
+            hosts.check(name, "ip", "-6", "addr", "del", f"fd77::{number}/64", "dev", "eth0")
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "run" / "logs" / "rank-1.log").exists()
+
+
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_rank_that_fails_elsewhere_is_named_and_no_secret_is_seen(
     hosts: Hosts, transport: str, monkeypatch: pytest.MonkeyPatch
