@@ -40,8 +40,12 @@ def test_a_wider_mask_on_one_host_is_the_same_network() -> None:
 
 
 def test_ipv4_wins_over_the_ipv6_of_ssh() -> None:
-    by_host = {name: [Interface("eth0", f"2001:db8::{n}", 64), *host(n)] for n, name in enumerate("ab", 1)}
-    assert choose_network(by_host, {"a": "2001:db8::1", "b": "2001:db8::2"}).subnet == "10.1.0.0/24"
+    """On the same card."""
+    by_host = {
+        name: host(n, Interface("eth0", f"2001:db8::{n}", 64), Interface("wlan0", f"192.168.1.{n}", 28))
+        for n, name in enumerate("ab", 1)
+    }
+    assert choose_network(by_host, {"b": "2001:db8::2"}).subnet == "10.1.0.0/24"
 
 
 def test_only_ipv6() -> None:

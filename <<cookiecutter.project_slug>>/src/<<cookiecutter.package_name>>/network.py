@@ -81,7 +81,7 @@ def choose_network(
 
     Args:
         by_host: The interfaces of all hosts, of the one that launches too.
-        reached: By host the address that ssh connected to, where it is known.
+        reached: By host its address that ssh connected to, where it is known.
         subnet: The user's own choice, such as 10.0.0.0/16.
 
     Raises:
@@ -97,14 +97,16 @@ def choose_network(
             f"no {'network' if subnet is None else subnet} in which every host has an address of its own ({listed}):"
             " put all hosts on one network, or name the network to use with --network"
         )
-    return max(networks, key=lambda network: _preference(network, reached))
+    cards = {(host, item.address): item.name for host, interfaces in by_host.items() for item in interfaces}
 
+    def preference(network: Network) -> tuple[bool, int, int, int]:
+        """IPv4 first, which every transport knows; then ssh's own, or on its cards; then the narrower subnet."""
+        subnet = ipaddress.ip_network(network.subnet)
+        inside = sum(ipaddress.ip_address(address) in subnet for address in reached.values())
+        beside = sum(network.interfaces[item[0]].name == cards.get(item) for item in reached.items())
+        return subnet.version == 4, inside, beside, subnet.prefixlen
 
-def _preference(network: Network, reached: Mapping[str, str]) -> tuple[bool, int, int]:
-    """IPv4 first, which every transport knows; then by how many hosts ssh reached in it; then the narrower subnet."""
-    subnet = ipaddress.ip_network(network.subnet)
-    by_ssh = sum(ipaddress.ip_address(address) in subnet for address in reached.values())
-    return subnet.version == 4, by_ssh, subnet.prefixlen
+    return max(networks, key=preference)
 
 
 def _network(subnet: Subnet, by_host: Mapping[str, Sequence[Interface]]) -> Network | None:
