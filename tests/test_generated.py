@@ -2,7 +2,6 @@
 
 import json
 import re
-import time
 from pathlib import Path
 
 import pytest
@@ -36,12 +35,9 @@ def test_two_processes_learn(one_wing: Path) -> None:
     assert max(record.get("val/accuracy", 0) for record in records) >= 0.97
 
 
-def test_second_start_is_quick(project: Path) -> None:
+def test_second_start_installs_nothing(project: Path) -> None:
     nox(project, "train", "-n", "1", "name=cold", "epochs=1")
-    start = time.time()
-    output = nox(project, "train", "-n", "1", "name=warm", "epochs=1")
-    assert "install" not in output
-    assert (project / "runs/warm/.hydra/config.yaml").stat().st_mtime - start < 60
+    assert "install" not in nox(project, "train", "-n", "1", "name=warm", "epochs=1")
 
 
 def test_all_lint_and_types(full_project: Path) -> None:
