@@ -82,10 +82,10 @@ def test_no_compiler(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_cached_wheel_comes_at_once(python: Path, wheel: Path, tmp_path: Path) -> None:
-    begin = time.monotonic()
+def test_a_cached_wheel_is_not_built_again(python: Path, wheel: Path, tmp_path: Path) -> None:
+    built = wheel.stat().st_mtime_ns
     done = start(python, make_recipe(tmp_path / "project"), "--wheel-dir", str(tmp_path / "dist"))
-    assert time.monotonic() - begin < 5
+    assert wheel.stat().st_mtime_ns == built
     copy = tmp_path / "dist" / wheel.name
     assert done.stdout == f"{copy}\n"
     assert hashlib.sha256(copy.read_bytes()).digest() == hashlib.sha256(wheel.read_bytes()).digest()
