@@ -19,6 +19,7 @@ from << cookiecutter.package_name >>.runtime import load_predictor, weigh
 from << cookiecutter.package_name >>.train import train
 
 KINDS = [(engine, kind) for engine in ENGINES for kind in import_module(f"{PACKAGE}.{engine}.export").FORMATS]
+BROKEN = {"torch": "a.onnx", "tensorflow": "a.tflite"}[ENGINES[0]]  # of a runtime that the project has
 # Runs a script with all of this project unreachable.
 ALONE = """
 import runpy, sys
@@ -78,13 +79,13 @@ def test_a_model_goes_out(runs: dict[str, Path], samples: Any, tmp_path: Path, e
     ("files", "sentence"),
     [
         (("model.keras", "a.npy"), "model.keras is not there, or has another suffix than .onnx"),
-        (("a.onnx", "none.npy"), "none.npy is no .npy file of numbers ([Errno 2] No such file or directory"),
-        (("a.onnx", "a.onnx"), "a.onnx is no .npy file of numbers"),
-        (("a.onnx", "a.npy"), "a.onnx cannot be run with inputs of shape (2, 3) ("),
+        ((BROKEN, "none.npy"), "none.npy is no .npy file of numbers ([Errno 2] No such file or directory"),
+        ((BROKEN, BROKEN), f"{BROKEN} is no .npy file of numbers"),
+        ((BROKEN, "a.npy"), f"{BROKEN} cannot be run with inputs of shape (2, 3) ("),
     ],
 )
 def test_the_script_says_what_it_cannot_run(tmp_path: Path, files: tuple[str, str], sentence: str) -> None:
-    (tmp_path / "a.onnx").write_text("no model")
+    (tmp_path / BROKEN).write_text("no model")
     np.save(tmp_path / "a.npy", np.zeros((2, 3)))
     command = [sys.executable, str(ROOT / "scripts" / "predict.py"), *files]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
