@@ -20,7 +20,7 @@ from << cookiecutter.package_name >>.compress import compress
 from << cookiecutter.package_name >>.distributed import Communicator, open_communicator
 from << cookiecutter.package_name >>.errors import UserError
 from << cookiecutter.package_name >>.evaluate import evaluate_run
-from <<cookiecutter.package_name>>.torch import measure
+from << cookiecutter.package_name >>.torch import measure
 from << cookiecutter.package_name >>.torch.distill import Distillation
 from << cookiecutter.package_name >>.torch.fake_quantize import STEPS
 from << cookiecutter.package_name >>.torch.models import load_model, resnet18

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from fnmatch import fnmatch
 from pathlib import Path
 
 import numpy as np
@@ -11,24 +10,6 @@ import numpy as np
 from .distributed import Communicator
 from .errors import UserError
 from .runtime import Floats
-
-
-def left_out(names: Sequence[str], skip: Sequence[str]) -> list[str]:
-    """The layers that are not to be quantized.
-
-    Args:
-        names: Of those that could be.
-        skip: Names or patterns.
-
-    Raises:
-        UserError: if one of `skip` matches none.
-    """
-    for pattern in skip:
-        if not any(fnmatch(name, pattern) for name in names):
-            raise UserError(
-                f"compress.skip={pattern} is no layer to quantize: there are {', '.join(names)}", agreed=True
-            )
-    return [name for name in names if any(fnmatch(name, pattern) for pattern in skip)]
 
 
 def check_method(method: str, target: Path, methods: Mapping[str, Sequence[str]]) -> None:

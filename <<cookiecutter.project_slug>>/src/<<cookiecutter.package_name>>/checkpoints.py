@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from .changes import changes, flat, read_config
 from .checkpoint import Checkpoint, Store, best_by, metric_of, store_folder
-from .errors import UserError
+from .errors import Parser, UserError
 from .manifest import read_manifest
 
 if TYPE_CHECKING:
@@ -26,8 +26,8 @@ DAMAGED = 1
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one command; returns the exit code: 0, 1 if a checkpoint is damaged, 2 for a user's error."""
-    options = _parser().parse_args(arguments)
     try:
+        options = _parser().parse_args(arguments)
         code: int = options.command(options)
         return code
     except UserError as error:
@@ -140,8 +140,8 @@ def pull(options: argparse.Namespace) -> int:
     return _report(options, {checkpoint.name: str(checkpoint.folder)})
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog=f"python -m {__spec__.name}", description="Manage the checkpoints of a run.")
+def _parser() -> Parser:
+    parser = Parser(prog=f"python -m {__spec__.name}", description="Manage the checkpoints of a run.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     def add(command: Callable[[argparse.Namespace], int], *positionals: str) -> argparse.ArgumentParser:

@@ -50,7 +50,7 @@ from .runtime import Floats
 from .tracking import open_log
 from .train import Run, carry_on, open_run
 from .weights import FILE
-from .zeros import zeros_of
+from .zeros import share_of, zeros_of
 
 PLAN = "plan.json"
 TAG = "artefact"
@@ -223,10 +223,12 @@ def _decide(config: DictConfig, training: DictConfig, engine: Engine, folder: Pa
         return model, []
     (folder / "start").mkdir(exist_ok=True)
     model, remarks = wing.new_model(engine, model, options, training.data, folder / "start")
-    zeros = np.concatenate([zero.ravel() for zero in zeros_of(folder / "source").values()])
-    if options.method == "low_rank" and zeros.mean() > NOTABLE:
-        remarks.append(f"the zeros of the source ({zeros.mean():.0%}) are lost: factors are new weights")
-    return model, remarks
+    return model, [*remarks, *(_lost_zeros(folder / "source") if options.method == "low_rank" else [])]
+
+
+def _lost_zeros(source: Path) -> list[str]:
+    share = share_of(zeros_of(source))
+    return [f"the zeros of the source ({share:.0%}) are lost: factors are new weights"] if share > NOTABLE else []
 
 
 def _left_dense(layers: Layers, options: Any) -> list[str]:

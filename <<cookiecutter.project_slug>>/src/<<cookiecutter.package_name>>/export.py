@@ -6,7 +6,6 @@ run's validation data. Options of the data may follow, as in data.source.root=/e
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
@@ -21,7 +20,7 @@ from omegaconf import DictConfig
 from .build import open_data
 from .checkpoint import Store, store_folder
 from .data import normalized
-from .errors import UserError, end_well
+from .errors import Parser, UserError, end_well
 from .model_file import export_model
 from .options import read_options
 from .runtime import Floats, load_predictor, runtime_of, weigh
@@ -178,7 +177,7 @@ def facts(artefact: Path) -> dict[str, Any]:
 
 def main() -> None:
     """Read the command line and print the report as JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("run", type=Path, help="the run's folder")
     parser.add_argument("which", help="best, latest, a step, a tag, a checkpoint's name or a path")
     parser.add_argument("target", type=Path, help="a new file or folder")

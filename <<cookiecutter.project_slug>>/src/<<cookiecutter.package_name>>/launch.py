@@ -381,12 +381,12 @@ def launch(options: argparse.Namespace) -> Failure | None:
     check_distinct(hosts)
     ranks = ranks_wanted(options.n)
     launcher = Launcher(options, hosts)
-    slots = sum(host.ranks for host in hosts)
-    if options.dry_run and options.elastic and slots < options.min:
-        raise UserError(
-            f"the hosts have {slots} slots now, fewer than --min {options.min}: the job would wait for more"
-        )
     if options.dry_run:
+        slots = sum(host.ranks for host in hosts)
+        if options.elastic and slots < options.min:
+            raise UserError(
+                f"the hosts have {slots} slots now, fewer than --min {options.min}: the job would wait for more"
+            )
         print(launcher.describe(place(hosts, ranks, options.max)))
         return None
     if options.elastic:

@@ -5,7 +5,6 @@ Every figure comes from the written files, loaded again in a process that has do
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
@@ -25,11 +24,11 @@ from rich.table import Column, Table
 
 from .build import open_data
 from .data import Dataset, normalized
-from .errors import UserError, end_well
+from .errors import Parser, UserError, end_well
 from .manifest import write_durably
 from .runtime import Floats, Predictor, load_predictor, runtime_of, weigh
 from .weights import FILE
-from .zeros import zeros_of
+from .zeros import share_of, zeros_of
 
 FIGURES = "report.json"
 QUANTIZED = "quantized.json"
@@ -217,11 +216,7 @@ def _latencies(predictors: Sequence[Predictor], batch: Floats, calls: int) -> np
 def _sparsity(path: Path) -> Row:
     """The fraction of zeros in each weight, counted in the file."""
     zeros = zeros_of(path)
-    total = sum(zero.size for zero in zeros.values())
-    return {
-        "sparsity": sum(int(zero.sum()) for zero in zeros.values()) / total,
-        "layers": {name: float(zero.mean()) for name, zero in zeros.items()},
-    }
+    return {"sparsity": share_of(zeros), "layers": {name: float(zero.mean()) for name, zero in zeros.items()}}
 
 
 def _setting(config: DictConfig) -> Row:
@@ -322,7 +317,7 @@ def front(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
 
 def main() -> None:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("folder", type=Path, help="the folder that a compression has made")
     parser.add_argument("series", nargs="*", help="the folders in it to compare; default: all of a chain or sweep")
     parser.add_argument("--json", action="store_true", help="print JSON and write nothing")

@@ -13,7 +13,6 @@ import numpy.typing as npt
 
 from .weights import FILE
 
-KINDS = (np.float32, np.float16, np.int8)
 Zeros = dict[str, npt.NDArray[np.bool_]]
 
 
@@ -24,6 +23,11 @@ def zeros_of(path: Path) -> Zeros:
         path: A model folder, .onnx, .pt2 or .tflite.
     """
     return _READERS[path.suffix if path.is_file() else ""](path)
+
+
+def share_of(zeros: Zeros) -> float:
+    """The fraction of zeros of all weights together."""
+    return sum(int(zero.sum()) for zero in zeros.values()) / max(1, sum(zero.size for zero in zeros.values()))
 
 
 def _of_folder(path: Path) -> Zeros:
@@ -57,7 +61,11 @@ def _equal_zero(
     tensors: Mapping[str, npt.NDArray[Any]], zero_points: Mapping[str, int] = MappingProxyType({})
 ) -> Zeros:
     """Of what is a weight: other integers are shapes and the like."""
-    weights = {name: array for name, array in tensors.items() if array.ndim > 1 and array.dtype in KINDS}
+    weights = {
+        name: array
+        for name, array in tensors.items()
+        if array.ndim > 1 and (array.dtype.kind == "f" or array.dtype == np.int8)
+    }
     return {name: array == zero_points.get(name, 0) for name, array in weights.items()}
 
 

@@ -24,8 +24,9 @@ from ..errors import UserError
 from ..sampler import Indices, Share
 from ..seeds import host_state, seed_host, set_host_state
 from ..weights import FILE, check_shapes, hash_arrays, load_hooks, report_shapes, save_hooks
+from .fake_quantize import merged_ranges, widest
 from .loader import Tensors, read_batches, read_shares
-from .reducer import Reducer, averaged, broadcast_model, largest
+from .reducer import Reducer, averaged, broadcast_model
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -168,7 +169,8 @@ class TorchEngine:
     def snapshot(self, rank_states: list[dict[str, Any]]) -> Callable[[Path], None]:
         """Copy weights, optimizer and scaler to the host; the weights get the statistics of all ranks."""
         weights = self._copies.take("weights", dict(self.model.named_parameters()))
-        weights |= _merge_buffers([state["buffers"] for state in rank_states], _range_ends(self.model))
+        buffers = [state["buffers"] for state in rank_states]
+        weights |= _mean_buffers(buffers) | widest(self.model, buffers)
         training = {
             "optimizer": self._copies.take("optimizer", self.optimizer.state_dict()),
             "scaler": self._scaler.state_dict(),
@@ -259,20 +261,16 @@ class TorchEngine:
     def _merged_statistics(self) -> Iterator[None]:
         """Evaluate with the batch-norm statistics and ranges of all ranks, then train on with this rank's own."""
         buffers = dict(self.model.named_buffers())
-        own = {name: buffer.clone() for name, buffer in buffers.items()}
-        ends = _range_ends(self.model)
-        others = [name for name in buffers if name not in ends]
-        means = averaged([own[name] for name in others], self.communicator, "statistics")
-        widest = largest([own[name] * sign for name, sign in ends.items()], self.communicator, "ranges")
-        merged = dict(zip(others, means, strict=True))
-        merged |= {name: end * sign for (name, sign), end in zip(ends.items(), widest, strict=True)}
+        own = [buffer.clone() for buffer in buffers.values()]
+        means = averaged(own, self.communicator, "statistics")
+        merged = dict(zip(buffers, means, strict=True)) | merged_ranges(self.model, self.communicator)
         for name, buffer in buffers.items():
             buffer.copy_(merged[name])
         try:
             yield
         finally:
-            for name, buffer in buffers.items():
-                buffer.copy_(own[name])
+            for buffer, value in zip(buffers.values(), own, strict=True):
+                buffer.copy_(value)
 
 
 class HostCopies:
@@ -374,25 +372,11 @@ def _load_tensors(file: Path, device: torch.device) -> dict[str, Tensor]:
         raise UserError(f"{file} is no safetensors file ({error}): use another checkpoint") from error
 
 
-def _range_ends(model: nn.Module) -> dict[str, int]:
-    """The buffers that hold an end of a range, with the sign of its side."""
+def _mean_buffers(ranks: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     return {
-        f"{name}.{buffer}": sign
-        for name, module in model.named_modules()
-        for buffer, sign in getattr(module, "ENDS", {}).items()
+        name: torch.stack([rank[name] for rank in ranks]).mean(dim=0) if own.is_floating_point() else own.clone()
+        for name, own in ranks[0].items()
     }
-
-
-def _merge_buffers(ranks: list[dict[str, Tensor]], ends: dict[str, int]) -> dict[str, Tensor]:
-    """The means over ranks of statistics, the widest ranges, and rank 0's counts."""
-    merged = {}
-    for name, own in ranks[0].items():
-        stacked = torch.stack([rank[name] for rank in ranks])
-        if name in ends:
-            merged[name] = (stacked * ends[name]).amax(dim=0) * ends[name]
-        else:
-            merged[name] = stacked.mean(dim=0) if own.is_floating_point() else own.clone()
-    return merged
 
 
 def _shapes(tensors: dict[str, Tensor]) -> dict[str, tuple[int, ...]]:

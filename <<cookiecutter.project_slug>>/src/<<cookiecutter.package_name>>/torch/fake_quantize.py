@@ -10,17 +10,17 @@ from __future__ import annotations
 import copy
 import operator
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar, TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional
 
-from ..calibration import left_out
 from ..distributed import Communicator
 from ..errors import UserError
+from ..pruning import matched
 from ..weights import hash_arrays
 
 STEPS = 255  # of an activation, in uint8
@@ -31,6 +31,7 @@ MOMENTUM = 0.01  # of the running range, while training
 RELUS = (nn.ReLU, nn.ReLU6)
 RELU_CALLS = (torch.relu, functional.relu, functional.relu6)
 KEEP_RANGE = (nn.MaxPool2d, nn.Flatten, nn.Identity, nn.Dropout)  # what comes out lies within what went in
+ENDS: dict[str, Callable[[Tensor], Tensor]] = {"lowest": torch.amin, "highest": torch.amax}  # over ranks
 ADDITIONS = (operator.add, operator.iadd, torch.add)
 
 Layer = nn.Conv2d | nn.Linear
@@ -41,7 +42,6 @@ class FakeQuantize(nn.Module):
 
     lowest: Tensor
     highest: Tensor
-    ENDS: ClassVar = {"lowest": -1, "highest": 1}  # of several ranks' ranges the widest counts, not the mean
 
     def __init__(self) -> None:
         super().__init__()
@@ -148,7 +148,8 @@ def skipped_layers(model: nn.Module, skip: Sequence[str]) -> list[str]:
         UserError: if one of `skip` matches none.
     """
     kinds = (*ROUNDED, *ROUNDED.values())
-    return left_out([name for name, layer in model.named_modules() if type(layer) in kinds], skip)
+    names = [name for name, layer in model.named_modules() if type(layer) in kinds]
+    return matched(names, skip, "compress.skip={} is no layer to quantize")
 
 
 @contextmanager
@@ -176,16 +177,30 @@ def merge_ranges(model: nn.Module, communicator: Communicator) -> None:
         UserError: if a range is not finite, or nothing was ever seen there.
         RuntimeError: if the ranks' models differ.
     """
-    places = quantizers(model)
-    mine = {name: (float(place.lowest), float(place.highest)) for name, place in places.items()}
-    ranks = communicator.gather(mine, "ranges")
-    for name, place in places.items():
-        # As tensors, since Python's min() loses a NaN.
-        place.lowest.copy_(torch.tensor([ranges[name][0] for ranges in ranks]).amin())
-        place.highest.copy_(torch.tensor([ranges[name][1] for ranges in ranks]).amax())
+    buffers = dict(model.named_buffers())
+    for name, end in merged_ranges(model, communicator).items():
+        buffers[name].copy_(end)
     check_ranges(model)
     arrays = (tensor.detach().cpu().numpy() for tensor in model.state_dict().values())
     communicator.check_equal(hash_arrays(arrays), "quantized weights and ranges")
+
+
+def merged_ranges(model: nn.Module, communicator: Communicator) -> dict[str, Tensor]:
+    """The widest ranges of all ranks, by the names of the buffers; none, and no collective, if it does not round."""
+    names = [f"{place}.{end}" for place in quantizers(model) for end in ENDS]
+    if not names:
+        return {}
+    buffers = dict(model.named_buffers())
+    return widest(model, communicator.gather({name: buffers[name].cpu() for name in names}, "ranges"))
+
+
+def widest(model: nn.Module, ranks: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """The lowest and highest ends of ranges among the buffers of all ranks."""
+    return {
+        f"{place}.{end}": choose(torch.stack([rank[f"{place}.{end}"] for rank in ranks]))
+        for place in quantizers(model)
+        for end, choose in ENDS.items()
+    }
 
 
 def check_ranges(model: nn.Module) -> None:

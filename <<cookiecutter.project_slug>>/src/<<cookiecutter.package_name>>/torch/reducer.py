@@ -155,14 +155,6 @@ def broadcast_model(model: nn.Module, communicator: Communicator) -> None:
         communicator.hvd.broadcast_parameters(model.state_dict(), root_rank=0)
 
 
-def largest(tensors: Iterable[Tensor], communicator: Communicator, name: str) -> list[Tensor]:
-    """The largest values over ranks, as new tensors."""
-    copies = [tensor.detach().clone() for tensor in tensors]
-    if communicator.size > 1 and copies:
-        communicator.hvd.grouped_allreduce_(copies, op=communicator.hvd.Max, name=name)
-    return copies
-
-
 def averaged(tensors: Iterable[Tensor], communicator: Communicator, name: str) -> list[Tensor]:
     """The means over ranks of floating-point tensors, as new tensors; others are copied."""
     copies = [tensor.detach().clone() for tensor in tensors]
