@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -53,12 +54,24 @@ def remove_wing(package: Path, wing: str) -> None:
         path.unlink()
 
 
+def warn_of_old_python() -> None:
+    """Only a warning: another interpreter may be the one that trains."""
+    wanted, here = ANSWERS["python_version"], sys.version_info[:2]
+    if here < tuple(map(int, wanted.split("."))):
+        print(
+            f"warning: the project needs Python {wanted} or newer, but this is Python {here[0]}.{here[1]}: train with "
+            f"a newer one (python{wanted} -m venv ...), or generate it again with an older python_version.",
+            file=sys.stderr,
+        )
+
+
 def main() -> None:
     """Tidies the fresh project and says what to do with it."""
     keep_one_license()
     keep_one_lock()
     remove_unwanted()
-    print(NEXT_STEPS.format(**ANSWERS))
+    print(NEXT_STEPS.format(**ANSWERS), flush=True)
+    warn_of_old_python()
 
 
 main()

@@ -7,7 +7,15 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from << cookiecutter.package_name >>.data import Splits, check_samples, digits, hold_out, image_folder, npy, synthetic
+from << cookiecutter.package_name >>.data import (
+    Splits,
+    check_samples,
+    digits,
+    hold_out,
+    image_folder,
+    npy,
+    synthetic,
+)
 from << cookiecutter.package_name >>.errors import UserError
 
 

@@ -6,7 +6,13 @@ import socket
 import pytest
 
 from << cookiecutter.package_name >>.errors import UserError
-from << cookiecutter.package_name >>.network import Interface, choose_network, common_networks, is_here, own_interfaces
+from << cookiecutter.package_name >>.network import (
+    Interface,
+    choose_network,
+    common_networks,
+    is_here,
+    own_interfaces,
+)
 
 LO = Interface("lo", "127.0.0.1", 8)
 DOCKER = Interface("docker0", "172.17.0.1", 16)

@@ -19,7 +19,12 @@ from << cookiecutter.package_name >>.errors import UserError
 from << cookiecutter.package_name >>.export import validation_samples
 from << cookiecutter.package_name >>.runtime import load_predictor, weigh
 from << cookiecutter.package_name >>.torch.export import channels_first
-from << cookiecutter.package_name >>.torch.fake_quantize import calibrating, merge_ranges, prepare, quantizers
+from << cookiecutter.package_name >>.torch.fake_quantize import (
+    calibrating,
+    merge_ranges,
+    prepare,
+    quantizers,
+)
 from << cookiecutter.package_name >>.torch.models import cnn, load_model, resnet18
 from << cookiecutter.package_name >>.torch.quantize import convert, post_training
 
