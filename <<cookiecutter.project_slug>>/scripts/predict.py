@@ -28,7 +28,7 @@ def torch_export(model: Path, inputs: Any) -> Any:
 
 def keras(model: Path, inputs: Any) -> Any:
     """With Keras 3 (pip install tensorflow)."""
-    return import_module("keras").saving.load_model(model, compile=False).predict(inputs, verbose=0)
+    return import_module("keras").saving.load_model(model, compile=False, safe_mode=True).predict(inputs, verbose=0)
 
 
 def saved_model(model: Path, inputs: Any) -> Any:
@@ -48,6 +48,12 @@ def litert(model: Path, inputs: Any) -> Any:
     return interpreter.get_tensor(result)
 
 
+# May hold code, which these run. Keras' safe mode is no wall, and a graph of TensorFlow can write files.
+PROGRAMS = {
+    torch_export: "torch.export.load",
+    keras: "keras.saving.load_model",
+    saved_model: "tensorflow.saved_model.load",
+}
 RUNTIMES = {".onnx": onnx, ".pt2": torch_export, ".keras": keras, ".h5": keras, ".tflite": litert}
 
 
@@ -62,10 +68,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path, help="an .onnx, .pt2, .keras, .h5 or .tflite file, or a SavedModel folder")
     parser.add_argument("inputs", type=Path, help="a .npy file")
+    trust = "the loader that may run code in the model, as torch.export.load"
+    parser.add_argument("--trust", action="append", default=[], metavar="NAME", help=trust)
     options = parser.parse_args()
     run = saved_model if (options.model / "saved_model.pb").exists() else RUNTIMES.get(options.model.suffix)
     if run is None or not options.model.exists():
         fail(f"{options.model} is not there, or has another suffix than {', '.join(RUNTIMES)}")
+    loader = PROGRAMS.get(run)
+    if loader and loader not in options.trust:
+        fail(f"{options.model} may hold code, which {loader} runs: only if you trust its maker, add --trust {loader}")
     try:
         inputs = np.load(options.inputs, allow_pickle=False).astype(np.float32)
     except (OSError, ValueError) as error:

@@ -291,21 +291,9 @@ def test_a_model_folder_becomes_a_model_in_two_lines(engine: str, tmp_path: Path
     assert model(zeros(engine, 2, 8, 8, 1)).shape == (2, 10)
     description = json.loads((folder / "model.json").read_text())
     module = load_model.__module__
-    imported, foreign = {
-        "torch": ("load_into", "torch.hub.load"),
-        "tensorflow": ("build_model", "keras.utils.get_file"),
-    }[engine]
-    for target in ("os.system", f"{module}.Path.write_text", f"{module}.{imported}", foreign):
-        description["model"]["_target_"] = target
-        with pytest.raises(UserError, match=rf"names {re.escape(target)}, which is not in"):
-            load_model(resealed(folder, description))
-    for classes, sentence in (
-        ({"_target_": "numpy.load"}, "names numpy.load, which is not in"),
-        ("many", "does not fit its architecture"),
-    ):
-        description["model"] = {"_target_": f"{module}.cnn", "shape": [8, 8, 1], "classes": classes}
-        with pytest.raises(UserError, match=sentence):
-            load_model(resealed(folder, description))
+    description["model"] = {"_target_": f"{module}.cnn", "shape": [8, 8, 1], "classes": "many"}
+    with pytest.raises(UserError, match="does not fit its architecture"):
+        load_model(resealed(folder, description))
     (folder / "model.json").write_text("{}")
     with pytest.raises(UserError, match="damaged"):
         load_model(folder)

@@ -6,22 +6,16 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from .errors import UserError
+from . import trust
 
 
 def read_config(file: Path) -> dict[str, Any]:
     """The options of a config.yaml under dotted keys; empty if there is no such file.
 
     Raises:
-        UserError: if it is not YAML.
+        UserError: if it is no config.
     """
-    from omegaconf import OmegaConf  # takes a moment, which `checkpoints list` need not wait
-    from yaml import YAMLError
-
-    try:
-        return dict(flat(OmegaConf.to_container(OmegaConf.load(file)))) if file.exists() else {}
-    except (OSError, ValueError, YAMLError) as error:
-        raise UserError(f"{file} is no readable config ({type(error).__name__}): use another checkpoint") from error
+    return dict(flat(trust.read_config(file))) if file.exists() else {}
 
 
 def flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

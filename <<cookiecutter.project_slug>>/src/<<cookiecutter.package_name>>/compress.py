@@ -17,7 +17,7 @@ import json
 import re
 import shlex
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from importlib import import_module
@@ -31,6 +31,7 @@ from hydra import compose
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf, open_dict
 
+from . import trust
 from .build import open_data, open_store
 from .changes import flat
 from .checkpoint import META, Checkpoint, Store
@@ -42,11 +43,11 @@ from .evaluate import load_all, read_config
 from .export import FORMATS, writer
 from .manifest import MANIFEST, sha256, write_durably
 from .model_file import export_model
-from .options import COMPRESS_RULES, check_options
+from .options import COMPRESS_RULES, check_options, plain
 from .ownership import run_lock
 from .pruning import NOTABLE, KeptZeros, Layers, Pruning
-from .report import BLOCK, QUANTIZED, Report, measure_apart, show, trusted_packages
-from .runtime import Floats
+from .report import BLOCK, QUANTIZED, Report, measure_apart, show
+from .runtime import PROGRAMS, Floats
 from .tracking import open_log
 from .train import Run, carry_on, open_run
 from .weights import FILE
@@ -112,7 +113,9 @@ def _carry_out(
     config: DictConfig, training: DictConfig, folder: Path, communicator: Communicator, closing: ExitStack
 ) -> Report:
     """Every step that is not done yet, while no other job may work in the folder."""
+    trusted = _trusted(config, training)
     plan = _agree_on_plan(config, training, folder, communicator, closing)
+    own = PROGRAMS if _has_no_files(folder) else ()  # then the files that are measured are of this process
     with open_dict(training):
         training.model, training.compress = plan.model, plan.recipe
     store = open_store(training, folder)
@@ -121,10 +124,20 @@ def _carry_out(
         communicator.on_writer(lambda: _show_again(folder, report), "result")
         return report
     if config.compress.method == "quantize":
-        quantize(training, folder, plan, communicator)
+        quantize(training, folder, communicator, trusted)
     else:
-        finetune(training, folder, plan)
-    return communicator.on_writer(lambda: finish(training, folder, store, plan), "artefact")
+        finetune(training, folder, plan, trusted)
+    return communicator.on_writer(lambda: finish(training, folder, store, plan, (*trusted, *own)), "artefact")
+
+
+def _trusted(config: DictConfig, training: DictConfig) -> tuple[str, ...]:
+    """What the user says: by `trust`, and as a student, a teacher or another option of compress."""
+    whole = OmegaConf.create({**plain(training), "compress": plain(config.compress)})
+    return tuple(sorted({*config.trust, *trust.targets(plain(whole.compress, resolve=True))}))
+
+
+def _has_no_files(folder: Path) -> bool:
+    return not (folder / "artefact").exists() and not [*folder.glob("source.*")]
 
 
 def _show_again(folder: Path, report: Report) -> None:
@@ -169,7 +182,7 @@ def training_config(config: DictConfig) -> DictConfig:
     """The source's config with the options of compress.finetune over it."""
     wanted = flat(OmegaConf.to_container(config.compress.finetune)) if config.compress.finetune else ()
     changes = [f"{key}={json.dumps(value)}" for key, value in wanted if value is not None]
-    training = read_config(Path(config["from"]), changes)
+    training = read_config(Path(config["from"]), changes, config.trust)
     with open_dict(training):
         training.name, training.resume, training.weights_from = config.name, config.resume, None
         training.pop("compress", None)
@@ -181,10 +194,11 @@ def training_config(config: DictConfig) -> DictConfig:
 
 def make_plan(config: DictConfig, training: DictConfig, engine: Engine, folder: Path) -> Plan:
     """Read plan.json, or verify the source, keep a copy of its model and decide."""
-    recipe = _plain(config.compress)
+    recipe = plain(config.compress)
     source = [str(Path(config["from"]).resolve()), str(config.from_checkpoint)]
     if (folder / PLAN).exists():
         plan = _read_plan(folder)
+        trust.check(plan.model, folder / PLAN, _trusted(config, training))
         if plan.recipe != recipe:
             raise UserError(f"{folder} was begun with other options: set them back, or use another name=...")
         if plan.source != source:
@@ -192,6 +206,8 @@ def make_plan(config: DictConfig, training: DictConfig, engine: Engine, folder: 
             raise UserError(f"{folder} was begun with {was}: set them back, or use another name=...")
         return plan
     parent = Store(Path(config["from"]) / "checkpoints").find_good(config.from_checkpoint).folder
+    model = trust.read_config(parent / "config.yaml").get("model")
+    trust.check(model, parent / "config.yaml", _trusted(config, training))
     load_all(engine, parent)
     shutil.rmtree(folder / "source", ignore_errors=True)
     export_model(parent, folder / "source")
@@ -204,18 +220,18 @@ def make_plan(config: DictConfig, training: DictConfig, engine: Engine, folder: 
 
 def _read_plan(folder: Path) -> Plan:
     try:
-        return Plan(**json.loads((folder / PLAN).read_text("utf-8")))
+        return Plan(**trust.read_json(folder / PLAN))
     except TypeError as error:
         raise UserError(f"{folder} was begun by another version of this project: use another name=...") from error
 
 
 def _decide(config: DictConfig, training: DictConfig, engine: Engine, folder: Path) -> tuple[dict[str, Any], list[str]]:
     """The config of the new model, and remarks."""
-    options, model = config.compress, _plain(training.model)
+    options, model = config.compress, plain(training.model)
     if options.method == "distill":
         whole = OmegaConf.merge(training, {"model": None})
-        whole.model = _plain(options.student)
-        return _plain(whole.model, resolve=True), []
+        whole.model = plain(options.student)
+        return plain(whole.model, resolve=True), []
     wing = wing_of(training.engine)
     if options.method == "prune":
         return model, _left_dense(wing.layers(engine, list(options.layers), list(options.skip)), options)
@@ -247,10 +263,10 @@ def wing_of(engine: str) -> Any:
 # Training
 
 
-def finetune(training: DictConfig, folder: Path, plan: Plan) -> None:
+def finetune(training: DictConfig, folder: Path, plan: Plan, trusted: Sequence[str]) -> None:
     """Train in the run's folder from the plan's start, or from where an earlier job was stopped."""
     run = open_run(training, folder)
-    hooks = run.communicator.together(lambda: open_hooks(run, plan), "hooks")
+    hooks = run.communicator.together(lambda: open_hooks(run, plan, trusted), "hooks")
     run.communicator.check_equal(hooks.fingerprint(), "the teachers")
     run.engine.hooks = hooks
 
@@ -264,16 +280,15 @@ def finetune(training: DictConfig, folder: Path, plan: Plan) -> None:
         carry_on(run, begin)
 
 
-def open_hooks(run: Run, plan: Plan) -> Hooks:
+def open_hooks(run: Run, plan: Plan, trusted: Sequence[str]) -> Hooks:
     """What the plan's method adds to the training."""
     options = OmegaConf.create(plan.recipe)
     if options.method == "prune":
         layers = wing_of(run.config.engine).layers(run.engine, list(options.layers), list(options.skip))
         return Pruning(layers, run.communicator, options, len(run.splits.train), run.config.epochs)
     if options.method == "distill":
-        teacher = json.loads((run.folder / "source" / "model.json").read_text("utf-8"))["model"]
         make: Callable[..., Hooks] = wing_of(run.config.engine).distillation
-        return make(run.engine, teacher, run.folder / "source", options, run.config.data)
+        return make(run.engine, run.folder / "source", options, run.config.data, trusted)
     if options.method == "low_rank":  # has new weights everywhere
         return Hooks()
     return KeptZeros(wing_of(run.config.engine).layers(run.engine, ["*"], []))
@@ -282,16 +297,16 @@ def open_hooks(run: Run, plan: Plan) -> Hooks:
 # The result
 
 
-def finish(training: DictConfig, folder: Path, store: Store, plan: Plan) -> Report:
+def finish(training: DictConfig, folder: Path, store: Store, plan: Plan, trusted: Sequence[str]) -> Report:
     """Write the artefact, measure it in a process of its own, and publish it with its lineage."""
     checkpoint = None
     if training.compress.finetune is not None:
         checkpoint = store.find_good(_pick(plan))
     if not (folder / "artefact").exists():
         assert checkpoint is not None
-        _write_artefact(training, folder, checkpoint)
-    _write_twin(training, folder)
-    report = measure_apart(folder)
+        _write_artefact(training, folder, checkpoint, trusted)
+    _write_twin(training, folder, trusted)
+    report = measure_apart(folder, trusted=trusted)
     if report.missed:
         shutil.rmtree(folder / "rejected", ignore_errors=True)
         (folder / "artefact").rename(folder / "rejected")
@@ -306,12 +321,12 @@ def _pick(plan: Plan) -> str:
     return "latest" if plan.recipe.get("schedule") == "gradual" else "best"
 
 
-def _write_artefact(training: DictConfig, folder: Path, checkpoint: Checkpoint) -> None:
+def _write_artefact(training: DictConfig, folder: Path, checkpoint: Checkpoint, trusted: Sequence[str]) -> None:
     making = _empty(folder / ".artefact")
     if training.compress.method == "qat":
         trained = _empty(folder / ".trained") / "model"
         export_model(checkpoint.folder, trained)
-        wing, trusted = wing_of(training.engine), trusted_packages(training.model)
+        wing = wing_of(training.engine)
         wing.convert_trained(trained, making / "model.onnx", training.data.shape, training.compress, trusted)
         shutil.rmtree(trained.parent)
     else:
@@ -319,14 +334,14 @@ def _write_artefact(training: DictConfig, folder: Path, checkpoint: Checkpoint) 
     making.rename(folder / "artefact")
 
 
-def _write_twin(training: DictConfig, folder: Path) -> None:
+def _write_twin(training: DictConfig, folder: Path, trusted: Sequence[str]) -> None:
     """The source for the artefact's runtime, if that is another one: only within one are times to be compared."""
     (artefact,) = (folder / "artefact").iterdir()
     twin, making = (folder / f"{name}{artefact.suffix}" for name in ("source", ".twin"))
     if artefact.is_dir() or twin.exists():
         return
     kind = next(kind for kind, suffix in FORMATS.items() if suffix == artefact.suffix)
-    writer(training.engine, kind)(folder / "source", making, kind, "fp32", trusted_packages(training.model))
+    writer(training.engine, kind)(folder / "source", making, kind, "fp32", trusted)
     making.rename(twin)
 
 
@@ -336,7 +351,7 @@ def _empty(folder: Path) -> Path:
     return folder
 
 
-def quantize(training: DictConfig, folder: Path, plan: Plan, communicator: Communicator) -> None:
+def quantize(training: DictConfig, folder: Path, communicator: Communicator, trusted: Sequence[str]) -> None:
     """Write the artefact without any training; each rank shows the model its part of the calibration samples."""
     options = training.compress
     if communicator.on_writer(lambda: (folder / "artefact").exists(), "artefact"):
@@ -353,7 +368,7 @@ def quantize(training: DictConfig, folder: Path, plan: Plan, communicator: Commu
         _calibration(training, communicator),
         communicator,
         skip=list(options.skip),
-        trusted=trusted_packages(training.model),
+        trusted=trusted,
     )
     communicator.on_writer(lambda: _settle(folder, done), "artefact")
 
@@ -440,15 +455,21 @@ def compress_series(steps: list[tuple[str, list[str]]], config: DictConfig, fold
         UserError: for what cannot be, before the first one begins.
     """
     chain, missed = config.compress.method == "chain", []
-    for name, single in [*_composed(steps, config, folder, chain)]:
+    singles = [*_composed(steps, config, folder, chain)]
+    training = read_config(Path(config["from"]), [], config.trust)
+    trusted = sorted({name for _, single in singles for name in _trusted(single, training)})
+    own = PROGRAMS if all(_has_no_files(folder / name) for name, _ in singles) else ()
+    for name, single in singles:
+        single.trust = trusted  # a step meets what the one before was told to build
         try:
             compress_once(single, folder / name)
         except Missed as error:
             if chain:
                 raise
             missed.append(f"{name}: {error}")
-    communicator = _communicator(folder / steps[0][0])
-    communicator.on_writer(lambda: measure_apart(folder, [name for name, _ in steps]).write(folder), "series")
+    communicator = open_communicator(training.engine, training.horovod)
+    names = [name for name, _ in steps]
+    communicator.on_writer(lambda: measure_apart(folder, names, (*trusted, *own)).write(folder), "series")
     if missed:
         raise Missed("; ".join(missed), agreed=True)
     return folder / "report.json"
@@ -470,15 +491,6 @@ def _composed(
         yield name, single
         if chain:
             source, which = str(folder / name), TAG
-
-
-def _communicator(run: Path) -> Communicator:
-    training = read_config(run, [])
-    return open_communicator(training.engine, training.horovod)
-
-
-def _plain(node: Any, resolve: bool = False) -> Any:
-    return OmegaConf.to_container(node, resolve=resolve) if OmegaConf.is_config(node) else node
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="compress")

@@ -142,6 +142,8 @@ def npy(inputs: str, labels: str, classes: int, validation_fraction: float = 0.1
 
 def _map(file: Path) -> Array:
     try:
+        if not file.is_file():
+            raise FileNotFoundError("no regular file")  # a pipe would be waited for
         array: Array = np.load(file, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError) as error:
         raise UserError(f"{file} cannot be read as a .npy array ({error}): write it with numpy.save") from error

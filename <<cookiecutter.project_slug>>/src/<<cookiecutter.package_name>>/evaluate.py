@@ -6,6 +6,7 @@ The run's own config is used; options may follow, as in data.root=/elsewhere. Wo
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from omegaconf import DictConfig
@@ -17,24 +18,25 @@ from .engine import Engine, open_engine
 from .errors import Parser, UserError, end_well
 from .loop import evaluate
 from .options import read_options
+from .trust import add_trust
 from .weights import FILE
 
 
-def read_config(run: Path, changes: list[str]) -> DictConfig:
-    """The config that a run was started with, with some options changed.
+def read_config(run: Path, changes: list[str], trusted: Sequence[str] = ()) -> DictConfig:
+    """The config that a run was started with, with some options changed; `trusted` as for trust.check().
 
     Raises:
-        UserError: if the folder is not a run's, or an option does not exist.
+        UserError: if the folder is not a run's, an option does not exist, or what it names is not trusted.
     """
     file = run / ".hydra" / "config.yaml"
     if not file.exists():
         raise UserError(f"{run} is no run: it has no .hydra/config.yaml; name a folder such as runs/<name>")
-    return read_options(file, changes)
+    return read_options(file, changes, trusted)
 
 
-def evaluate_run(run: Path, which: str, changes: list[str]) -> dict[str, float | str]:
-    """Loss and accuracy of one checkpoint, measured by all ranks together."""
-    config = read_config(run, changes)
+def evaluate_run(run: Path, which: str, changes: list[str], trusted: Sequence[str] = ()) -> dict[str, float | str]:
+    """Loss and accuracy of one checkpoint, measured by all ranks together; `trusted` as for trust.check()."""
+    config = read_config(run, changes, trusted)
     communicator = open_communicator(config.engine, config.horovod)
     engine = open_engine(config, communicator)
     splits = communicator.together(lambda: open_data(config), "data")
@@ -62,9 +64,10 @@ def main() -> None:
     parser = Parser(description=__doc__)
     parser.add_argument("run", type=Path, help="the run's folder")
     parser.add_argument("--checkpoint", default="best", help="best, latest, a step, a tag or a folder")
+    add_trust(parser)
     parser.add_argument("changes", nargs="*", help="options that differ from the run's")
     options = parser.parse_intermixed_args()
-    result = evaluate_run(options.run, options.checkpoint, options.changes)
+    result = evaluate_run(options.run, options.checkpoint, options.changes, options.trust)
     if launched_rank() == 0:
         print(json.dumps(result))
 

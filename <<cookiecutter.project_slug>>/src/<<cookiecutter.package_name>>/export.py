@@ -22,8 +22,9 @@ from .checkpoint import Store, store_folder
 from .data import normalized
 from .errors import Parser, UserError, end_well
 from .model_file import export_model
-from .options import read_options
-from .runtime import Floats, load_predictor, runtime_of, weigh
+from .options import MODEL_AND_DATA, read_options
+from .runtime import PROGRAMS, Floats, load_predictor, runtime_of, weigh
+from .trust import add_trust
 
 SAMPLES = 256
 # How far the largest logit may move, as a part of it, and how many samples must keep their class.
@@ -56,8 +57,8 @@ def export(
         target: The new file or folder.
         kind: One of FORMATS.
         precision: fp32 | fp16 | bf16, what the model computes in.
-        trusted: Packages besides this one that the run's architecture and data come from.
-        changes: Options of the data that differ from the run's.
+        trusted: What else than our own architectures and data may be built, see trust.check().
+        changes: Options of the data that differ from the run's; what they name is trusted.
 
     Returns:
         What was made, how large it is, and how it differs from the model.
@@ -75,10 +76,10 @@ def export(
         return {"checkpoint": checkpoint.name, **facts(target)}
     with TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-") as temporary:
         folder, made = Path(temporary, "model"), Path(temporary, f"made{FORMATS[kind]}")
+        config = read_options(checkpoint.folder / "config.yaml", changes, trusted, MODEL_AND_DATA)
         export_model(checkpoint.folder, folder)
-        config = read_options(checkpoint.folder / "config.yaml", changes)
         writer(config.engine, kind)(folder, made, kind, precision, trusted)
-        agreement = compare(folder, made, validation_samples(config, SAMPLES, trusted), trusted)
+        agreement = compare(folder, made, validation_samples(config, SAMPLES), trusted)
         _check_agreement(target, agreement, precision)
         report = {"checkpoint": checkpoint.name, **facts(made), "artefact": str(target), "agreement": agreement}
         made.rename(target)
@@ -114,15 +115,8 @@ def writer(engine: str, kind: str) -> Callable[..., None]:
     return write
 
 
-def validation_samples(config: DictConfig, count: int, trusted: Sequence[str] = ()) -> Floats:
-    """Up to `count` validation samples, spread over all, as artefacts take them.
-
-    Raises:
-        UserError: if the data comes from a package that is not trusted.
-    """
-    source = str(config.data.source._target_)
-    if source.partition(".")[0] not in (str(__package__), *trusted):
-        raise UserError(f"the checkpoint's data comes from {source}: if you trust it, add --trust with its package")
+def validation_samples(config: DictConfig, count: int) -> Floats:
+    """Up to `count` validation samples, spread over all, as artefacts take them."""
     part = open_data(config).validation
     indices = np.linspace(0, len(part) - 1, min(count, len(part))).astype(np.int64)
     return normalized(part.fetch(indices, 0)[0], config.data.normalize)
@@ -133,15 +127,15 @@ def compare(folder: Path, made: Path, inputs: Floats, trusted: Sequence[str] = (
 
     Args:
         folder: The model folder.
-        made: The artefact.
+        made: The artefact, by this process.
         inputs: (n, *data.shape), normalized.
-        trusted: As for load_predictor().
+        trusted: As for load_model().
 
     Returns:
         `max_difference` of any logit; `relative_difference`, the same as a part of the largest logit;
         `top1_agreement`, the part of the samples that get the same class; `samples`.
     """
-    wanted, got = load_predictor(folder, trusted=trusted)(inputs), load_predictor(made)(inputs)
+    wanted, got = load_predictor(folder, trusted=trusted)(inputs), load_predictor(made, trusted=PROGRAMS)(inputs)
     if wanted.shape != got.shape:
         raise UserError(f"the exported model answers with shape {got.shape}, the model with {wanted.shape}")
     difference = float(np.abs(wanted - got).max())
@@ -183,7 +177,7 @@ def main() -> None:
     parser.add_argument("target", type=Path, help="a new file or folder")
     parser.add_argument("--format", default="folder", choices=list(FORMATS), help="(default: folder)")
     parser.add_argument("--precision", default="fp32", choices=list(TOLERANCES), help="(default: fp32)")
-    parser.add_argument("--trust", action="append", default=[], help="another package that model or data come from")
+    add_trust(parser)
     parser.add_argument("changes", nargs="*", help="options of the data that differ from the run's")
     options = parser.parse_intermixed_args()
     report = export(

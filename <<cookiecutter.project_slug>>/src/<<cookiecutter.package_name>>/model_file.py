@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from . import manifest
 from .errors import UserError
+from .trust import ENGINES, check, read_config, read_json
 from .weights import FILE
 
 FORMAT = 1
@@ -39,46 +39,40 @@ def export_model(checkpoint: Path, target: Path) -> None:
 
 def _make_folder(checkpoint: Path, folder: Path) -> None:
     """Architecture, config of inputs and outputs, and weights, with a manifest."""
-    from omegaconf import OmegaConf
-
     weights = checkpoint / FILE
     if not weights.exists() or not (checkpoint / "config.yaml").exists():
         raise UserError(f"{checkpoint} has no {FILE} with a config.yaml: export another checkpoint")
-    config: Any = OmegaConf.to_container(OmegaConf.load(checkpoint / "config.yaml"))
-    inputs = {key: config["data"][key] for key in ("shape", "classes", "normalize")}
-    description = {"format": FORMAT, "engine": config["engine"], "model": config["model"], "data": inputs}
+    config = read_config(checkpoint / "config.yaml")
+    try:
+        inputs = {key: config["data"][key] for key in ("shape", "classes", "normalize")}
+        description = {"format": FORMAT, "engine": config["engine"], "model": config["model"], "data": inputs}
+    except (KeyError, TypeError) as error:
+        raise UserError(f"{checkpoint / 'config.yaml'} lacks {error}: export another checkpoint") from error
     folder.mkdir()
     shutil.copyfile(weights, folder / FILE)
     (folder / DESCRIPTION).write_text(json.dumps(description, indent=2), encoding="utf-8")
     manifest.seal(folder)
 
 
-def build_model(folder: Path, trusted: Sequence[str]) -> Any:
+def build_model(folder: Path, trusted: Sequence[str] = ()) -> Any:
     """The architecture that model.json names, with initial weights, once the whole folder is verified.
 
     Args:
         folder: A model folder.
-        trusted: Packages whose own functions and classes the file may name. It can do no more than name one and give
-            it plain values, but one from anywhere could do harm.
+        trusted: What else than our own architectures may be built, see trust.check().
 
     Raises:
-        UserError: if the folder is damaged, of a newer format, or names what is not an architecture of `trusted`.
+        UserError: if the folder is damaged, of a newer format, or names what is not trusted.
     """
-    description = _read(folder)
-    return _build(folder, description["model"], trusted)
+    from hydra.utils import instantiate
 
-
-def _build(folder: Path, description: dict[str, Any], trusted: Sequence[str]) -> Any:
-    """What a description names, after the parts that it is built of."""
-    parts = {
-        key: _build(folder, value, trusted) if isinstance(value, dict) and "_target_" in value else value
-        for key, value in description.items()
-    }
-    make = _find(folder, str(parts.pop("_target_")), trusted)
+    model = _read(folder)["model"]
+    check(model, folder / DESCRIPTION, trusted)
     try:
-        return make(**parts)
+        return instantiate(model, _convert_="all")
     except Exception as error:
-        raise UserError(f"{folder / DESCRIPTION} does not fit its architecture ({error}): export it again") from error
+        reason = error.__cause__ or error
+        raise UserError(f"{folder / DESCRIPTION} does not fit its architecture ({reason}): export it again") from error
 
 
 def data_shape(folder: Path) -> tuple[int, ...]:
@@ -86,26 +80,24 @@ def data_shape(folder: Path) -> tuple[int, ...]:
     return tuple(_read(folder)["data"]["shape"])
 
 
-def _find(folder: Path, name: str, trusted: Sequence[str]) -> Callable[..., Any]:
-    """A function or class that is defined, not only imported, in a trusted package."""
-    from hydra.utils import get_object
+def engine_of(folder: Path) -> str:
+    """The engine that a model folder is for.
 
-    found: Any = None
-    if name.startswith(tuple(f"{package}." for package in trusted)):
-        with suppress(Exception):
-            found = get_object(name)
-    home = f"{getattr(found, '__module__', '')}."
-    if not callable(found) or not home.startswith(tuple(f"{package}." for package in trusted)):
-        raise UserError(f"model {folder} names {name}, which is not in {', '.join(trusted)}: trust its package first")
-    return found  # type: ignore[no-any-return]
+    Raises:
+        UserError: if it is none of ours.
+    """
+    engine = read_json(folder / DESCRIPTION).get("engine")
+    if engine not in ENGINES:
+        raise UserError(f"{folder / DESCRIPTION} has engine={engine}: it must be one of {', '.join(ENGINES)}")
+    return str(engine)
 
 
 def _read(folder: Path) -> dict[str, Any]:
     if problems := manifest.verify(folder):
         raise UserError(f"model {folder} is damaged ({'; '.join(problems)}): export it again")
+    description = read_json(folder / DESCRIPTION)
     try:
-        description: dict[str, Any] = json.loads((folder / DESCRIPTION).read_text(encoding="utf-8"))
-        version, _ = description["format"], description["model"]["_target_"]
+        version, _ = int(description["format"]), (description["model"]["_target_"], [*description["data"]["shape"]])
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"{folder / DESCRIPTION} does not describe a model ({error}): export it again") from error
     if version > FORMAT:

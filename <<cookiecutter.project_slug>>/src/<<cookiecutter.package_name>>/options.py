@@ -9,6 +9,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from . import trust
 from .errors import UserError
 
 
@@ -69,7 +70,7 @@ POSITIVE, NOT_NEGATIVE = Number(low=1e-12, real=True), Number(low=0, real=True)
 SWITCH = OneOf((True, False))
 
 RULES: dict[str, Rule] = {
-    "engine": OneOf(("torch", "tensorflow")),
+    "engine": OneOf(trust.ENGINES),
     "epochs": WHOLE,
     "seed": FROM_ZERO,
     "device": OneOf(("auto", "cpu", "cuda")),
@@ -121,6 +122,7 @@ RULES: dict[str, Rule] = {
 
 
 COMPRESS_RULES: dict[str, Rule] = {
+    "trust": ListOf("[my_package.mine.Net]"),
     "compress.layers": ListOf("[name]"),
     "compress.skip": ListOf("[name]"),
     "compress.sweep": ListOf("[0.5,0.8]"),
@@ -163,6 +165,8 @@ NULLABLE = {
     "horovod.cache_capacity",
     "horovod.autotune",
 }
+MODEL_AND_DATA = ("model", "data.source")
+BUILT = (*MODEL_AND_DATA, "optimizer", "horovod.compression")  # the options of which an engine is built
 ABSENT = object()  # an option that the chosen config groups do not have
 
 
@@ -181,15 +185,33 @@ def check_options(config: DictConfig, rules: Mapping[str, Rule] = RULES) -> None
             raise UserError(f"{option}={shown} must be {rule}", agreed=True)
 
 
-def read_options(file: Path, changes: Sequence[str]) -> DictConfig:
+def read_options(
+    file: Path, changes: Sequence[str], trusted: Sequence[str] = (), built: Sequence[str] = BUILT
+) -> DictConfig:
     """The config that a run has written, with some options changed, as in ["data.batch_size=64"].
 
+    Args:
+        file: The config.
+        changes: What the user says, and so trusts.
+        trusted: What else may be built, see trust.check().
+        built: The options of which something is built.
+
     Raises:
-        UserError: if a value breaks its rule; OmegaConf's own error if an option does not exist.
+        UserError: if a value breaks its rule, or the file names what is not trusted; OmegaConf's own error if an option
+            does not exist.
     """
-    config = OmegaConf.load(file)
-    assert isinstance(config, DictConfig)
+    content = trust.read_config(file)
+    trust.check_plain(content, file)
+    config, said = OmegaConf.create(content), OmegaConf.from_dotlist(list(changes))
     OmegaConf.set_struct(config, True)
     config.merge_with_dotlist(list(changes))
+    OmegaConf.resolve(config)  # only the user's words have anything to look up
+    parts = [plain(OmegaConf.select(config, option)) for option in built]
+    trust.check(parts, file, {*trusted, *trust.targets(plain(said))})
     check_options(config)
     return config
+
+
+def plain(node: Any, resolve: bool = False) -> Any:
+    """A part of a config as plain containers and values."""
+    return OmegaConf.to_container(node, resolve=resolve) if OmegaConf.is_config(node) else node

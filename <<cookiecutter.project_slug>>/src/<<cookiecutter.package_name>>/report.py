@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from rich.console import Console
 from rich.table import Column, Table
 
@@ -26,7 +26,9 @@ from .build import open_data
 from .data import Dataset, normalized
 from .errors import Parser, UserError, end_well
 from .manifest import write_durably
+from .options import MODEL_AND_DATA, read_options
 from .runtime import Floats, Predictor, load_predictor, runtime_of, weigh
+from .trust import add_trust, read_json
 from .weights import FILE
 from .zeros import share_of, zeros_of
 
@@ -66,8 +68,8 @@ class Report:
         """
         file = folder / FIGURES
         try:
-            return cls(**json.loads(file.read_text("utf-8"))) if file.exists() else None
-        except (TypeError, ValueError) as error:
+            return cls(**read_json(file)) if file.exists() else None
+        except TypeError as error:
             raise UserError(
                 f"{file} is of another version of this project, or damaged: use another name=..."
             ) from error
@@ -80,17 +82,19 @@ class Report:
         show(self)
 
 
-def measure_apart(folder: Path, series: Sequence[str] = ()) -> Report:
+def measure_apart(folder: Path, series: Sequence[str] = (), trusted: Sequence[str] = ()) -> Report:
     """Measure in a process of its own, which no training has warmed, threaded or filled.
 
     Args:
         folder: Of a compression, or of several.
         series: The names of the several.
+        trusted: As for measure().
 
     Raises:
         UserError: what that process says.
     """
-    command = [sys.executable, "-m", f"{__package__}.report", "--json", str(folder), *series]
+    command = [sys.executable, "-m", f"{__package__}.report", "--json", *(f"--trust={name}" for name in trusted)]
+    command += ["--", str(folder), *series]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if result.returncode:
@@ -107,13 +111,18 @@ class Entry:
     model: Path
 
 
-def measure(folder: Path, series: Sequence[str] = ()) -> Report:
-    """Load the source and the artefacts made of it and measure them by turns."""
+def measure(folder: Path, series: Sequence[str] = (), trusted: Sequence[str] = ()) -> Report:
+    """Load the source and the artefacts made of it and measure them by turns.
+
+    Args:
+        folder: Of a compression, or of several.
+        series: The names of the several.
+        trusted: As for load_predictor(); for the data too.
+    """
     runs = [folder / name for name in series] or [folder]
-    config = OmegaConf.load(runs[0] / ".hydra" / "config.yaml")
-    assert isinstance(config, DictConfig)
-    plans = {run: json.loads((run / "plan.json").read_text("utf-8")) for run in runs}
-    rows = _measure_all(_entries(runs, series), config)
+    config = read_options(runs[0] / ".hydra" / "config.yaml", [], trusted, MODEL_AND_DATA)
+    plans = {run: _read_plan(run / "plan.json") for run in runs}
+    rows = _measure_all(_entries(runs, series), config, trusted)
     return Report(
         models=rows,
         setting=_setting(config),
@@ -124,10 +133,17 @@ def measure(folder: Path, series: Sequence[str] = ()) -> Report:
     )
 
 
+def _read_plan(file: Path) -> dict[str, Any]:
+    plan = read_json(file)
+    if missing := {"parent", "parent_sha256", "recipe", "remarks"} - plan.keys():
+        raise UserError(f"{file} lacks {', '.join(sorted(missing))}: name the folder of a finished compression")
+    return plan
+
+
 def _left_in_float(run: Path) -> list[str]:
     """What a quantization has left as it was, and why."""
     file = run / QUANTIZED
-    kept = json.loads(file.read_text("utf-8")).get("fp32", {}) if file.exists() else {}
+    kept = read_json(file).get("fp32", {}) if file.exists() else {}
     return [f"not quantized: {', '.join(f'{name} ({reason})' for name, reason in kept.items())}"] if kept else []
 
 
@@ -147,9 +163,8 @@ def _entry(run: Path) -> Entry:
     return Entry(path, path if (path / FILE).exists() else run / "source")
 
 
-def _measure_all(entries: Mapping[str, Entry], config: DictConfig) -> dict[str, Row]:
+def _measure_all(entries: Mapping[str, Entry], config: DictConfig, trusted: Sequence[str]) -> dict[str, Row]:
     how, validation = config.compress.measure, open_data(config).validation
-    trusted = trusted_packages(config.model)
     predictors = {name: load_predictor(entry.path, how.threads, trusted) for name, entry in entries.items()}
     inputs, labels = _samples(validation, config.data.normalize)
     said = {name: answers(predictor, inputs, name) for name, predictor in predictors.items()}
@@ -172,19 +187,6 @@ def _measure_all(entries: Mapping[str, Entry], config: DictConfig) -> dict[str, 
             **_sparsity(entry.path),
         }
     return rows
-
-
-def trusted_packages(model: Any) -> tuple[str, ...]:
-    """The packages that the config of a model names, which its owner has written."""
-    return tuple(sorted({target.partition(".")[0] for target in _targets(model)}))
-
-
-def _targets(node: Any) -> list[str]:
-    """Every _target_ in a config of a model."""
-    if not isinstance(node, Mapping):
-        return []
-    inner = [target for value in node.values() for target in _targets(value)]
-    return [*inner, *([str(node["_target_"])] if "_target_" in node else [])]
 
 
 def _samples(validation: Dataset, normalize: Any) -> tuple[Floats, npt.NDArray[Any]]:
@@ -321,15 +323,16 @@ def main() -> None:
     parser.add_argument("folder", type=Path, help="the folder that a compression has made")
     parser.add_argument("series", nargs="*", help="the folders in it to compare; default: all of a chain or sweep")
     parser.add_argument("--json", action="store_true", help="print JSON and write nothing")
+    add_trust(parser)
     options = parser.parse_args()
     if options.json:
-        print(json.dumps(vars(measure(options.folder, options.series))))
+        print(json.dumps(vars(measure(options.folder, options.series, options.trust))))
         return
     old = Report.read(options.folder)
     if old is None:
         raise UserError(f"{options.folder} has no {FIGURES}: name the folder of a finished compression")
-    steps = [name for name in old.models if (options.folder / name / "plan.json").exists()]
-    new = measure(options.folder, options.series or steps)
+    steps = [name for name in old.models if Path(name).name == name and (options.folder / name / "plan.json").exists()]
+    new = measure(options.folder, options.series or steps, options.trust)
     replace(new, missed=old.missed).write(options.folder)  # the job has acted on its own figures
 
 

@@ -12,13 +12,12 @@ An artefact is a file or folder whose name says what runs it:
 All take what the data sets give: float32 of shape (n, *data.shape), channels last, already normalized, for any n; all
 answer with float32 logits of shape (n, classes). Where a model wants channels first, its graph begins with the
 transpose.
-Take files from people you trust: only a model folder is checked before it is read.
+What torch.export, Keras and TensorFlow read may hold code, which they run: see `trusted` of load_predictor().
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -31,7 +30,8 @@ import numpy.typing as npt
 
 from .errors import UserError
 from .manifest import sha256
-from .model_file import DESCRIPTION
+from .model_file import DESCRIPTION, engine_of
+from .trust import check_program
 
 Floats = npt.NDArray[np.float32]
 Predictor = Callable[[Floats], Floats]
@@ -87,12 +87,14 @@ def load_predictor(path: Path, threads: int | None = None, trusted: Sequence[str
         path: The artefact.
         threads: How many CPU threads one call may use; None leaves it to the runtime. PyTorch and TensorFlow have one
             setting for the whole process, and TensorFlow's must come before its first operation.
-        trusted: Packages besides this one that the architecture of a model folder may come from.
+        trusted: For a model folder as for load_model(); for others the loader that may find code, one of PROGRAMS.
 
     Raises:
-        UserError: if it is no artefact, its runtime is not installed, or it cannot be read.
+        UserError: if it is no artefact, not trusted, its runtime is not installed, or it cannot be read.
     """
     runtime = runtime_of(path)
+    if runtime in _PROGRAMS:
+        check_program(_PROGRAMS[runtime], path, trusted)
     try:
         if runtime == FOLDER:
             return _load_folder(path, threads, trusted)
@@ -126,11 +128,17 @@ def runtime_of(path: Path) -> str:
 FOLDER = "this project"
 _FOLDERS = {DESCRIPTION: FOLDER, "saved_model.pb": "TensorFlow"}
 _SUFFIXES = {".onnx": "ONNX Runtime", ".pt2": "torch.export", ".keras": "Keras", ".h5": "Keras", ".tflite": "LiteRT"}
+_PROGRAMS = {
+    "torch.export": "torch.export.load",  # pickles, and sources of guards
+    "Keras": "keras.saving.load_model",  # whose safe mode is no wall
+    "TensorFlow": "tensorflow.saved_model.load",  # a graph may write files
+}
+PROGRAMS = tuple(_PROGRAMS.values())
 _KNOWN = f"end in {', '.join(list(_SUFFIXES)[:-1])} or {list(_SUFFIXES)[-1]}"
 
 
 def _load_folder(path: Path, threads: int | None, trusted: Sequence[str]) -> Predictor:
-    engine = str(json.loads((path / DESCRIPTION).read_text("utf-8")).get("engine"))
+    engine = engine_of(path)
     _limit_threads(engine, threads)
     predictor: Predictor = import_module(f".{engine}.export", __package__).predictor(path, trusted)
     return predictor
@@ -161,7 +169,7 @@ def _load_torch_export(path: Path, threads: int | None) -> Predictor:
 def _load_keras(path: Path, threads: int | None) -> Predictor:
     _limit_threads("tensorflow", threads)
     keras, tensorflow = import_module("keras"), import_module("tensorflow")
-    model = keras.saving.load_model(path, compile=False)
+    model = keras.saving.load_model(path, compile=False, safe_mode=True)
     call = tensorflow.function(lambda inputs: model(inputs, training=False), reduce_retracing=True)
     return lambda inputs: np.asarray(call(tensorflow.constant(inputs)), np.float32)
 

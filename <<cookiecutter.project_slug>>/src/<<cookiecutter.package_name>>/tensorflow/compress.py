@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,6 @@ from hydra.utils import instantiate
 
 from ..errors import UserError
 from ..pruning import Layers
-from ..report import trusted_packages
 from ..weights import FILE, check_classes
 from . import prune, shrink
 from .distill import Distillation
@@ -59,19 +58,21 @@ def layers(engine: TensorFlowEngine, wanted: list[str], skip: list[str]) -> Laye
     return prune.Layers(engine.model, wanted, skip)
 
 
-def distillation(engine: TensorFlowEngine, teacher: Any, weights: Path, options: Any, data: Any) -> Distillation:
+def distillation(
+    engine: TensorFlowEngine, weights: Path, options: Any, data: Any, trusted: Sequence[str]
+) -> Distillation:
     """The loss of a student.
 
     Args:
         engine: Its model is the student.
-        teacher: The config of the teacher's model.
         weights: The teacher's model folder.
         options: See Distillation; and teacher, a model by _target_ instead of that one.
         data: Not looked at.
+        trusted: As for load_model().
 
     Raises:
         UserError: if the two answer with different numbers of classes.
     """
-    model = instantiate(options.teacher) if options.get("teacher") else load_model(weights, trusted_packages(teacher))
+    model = instantiate(options.teacher) if options.get("teacher") else load_model(weights, trusted)
     check_classes(engine.model.output_shape[-1], model.output_shape[-1])
     return Distillation(model, engine.model, options)

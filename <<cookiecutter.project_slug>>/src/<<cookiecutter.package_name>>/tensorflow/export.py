@@ -24,7 +24,7 @@ def export(folder: Path, target: Path, kind: str, precision: str, trusted: Seque
         target: The file (keras, h5, tflite) or folder (savedmodel) to write.
         kind: keras | h5 (of Keras 2 times) | savedmodel (for TensorFlow Serving) | tflite (for LiteRT).
         precision: fp32, or fp16 for tflite: weights in fp16.
-        trusted: Packages besides this one that the architecture may come from.
+        trusted: As for load_model().
 
     Raises:
         UserError: if the format cannot hold the model, or lacks the precision.

@@ -26,7 +26,7 @@ def count(folder: Path, shape: Sequence[int], trusted: Sequence[str]) -> dict[st
     Args:
         folder: A model folder.
         shape: Of one sample.
-        trusted: Packages besides this one that the architecture may come from.
+        trusted: As for load_model().
     """
     model = load_model(folder, trusted)
     macs: list[int] = []

@@ -17,8 +17,6 @@ from ..model_file import build_model
 from ..weights import FILE
 from .variables import load, named
 
-SHRINK = f"{__package__}.shrink"  # where compressed architectures are built again
-
 
 def load_model(folder: str | Path, trusted: Sequence[str] = ()) -> keras.Model:
     """The model in a folder that `export` made, ready to answer.
@@ -27,13 +25,13 @@ def load_model(folder: str | Path, trusted: Sequence[str] = ()) -> keras.Model:
 
     Args:
         folder: The model folder.
-        trusted: Packages besides this one that the architecture may come from, such as keras.
+        trusted: Other callables that may be built, as ["keras.applications.ResNet50"]; see trust.check().
 
     Raises:
-        UserError: if the folder is damaged, or its architecture or weights do not fit.
+        UserError: if the folder is damaged, names what is not trusted, or its architecture or weights do not fit.
     """
     keras.utils.clear_session(free_memory=False)  # automatic names begin anew, as when it was trained
-    model: keras.Model = build_model(Path(folder), (__name__, SHRINK, *trusted))
+    model: keras.Model = build_model(Path(folder), trusted)
     load(named(model), Path(folder) / FILE)
     return model
 

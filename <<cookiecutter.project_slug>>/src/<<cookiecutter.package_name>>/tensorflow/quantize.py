@@ -42,7 +42,7 @@ def post_training(
             LiteRT's converter calibrates by itself, so all samples are gathered: some 100s are enough.
         communicator: The ranks.
         skip: Must be empty: the converter knows no such choice.
-        trusted: Packages besides this one that the architecture may come from.
+        trusted: As for load_model().
 
     Returns:
         `quantized`: the operations with int8 inputs; `fp32`: the others that compute, with the reason;

@@ -56,7 +56,14 @@ def _copy(model: keras.Model, clone: Callable[..., Any] | None, call: Callable[.
 
 
 def _with_widths(base: keras.Model, changed: Mapping[str, Mapping[str, int]]) -> keras.Model:
-    """Some layers of other widths; those after them follow."""
+    """Some layers of other widths; those after them follow.
+
+    Raises:
+        ValueError: if a file asks for more than that; Keras would build what other options name.
+    """
+    for widths in changed.values():
+        if not {*widths} <= {"units", "filters"} or not all(type(value) is int for value in widths.values()):
+            raise ValueError(f"{dict(widths)} are no widths")
     return _copy(
         base, lambda layer: type(layer).from_config({**layer.get_config(), **changed.get(layer.name, {})}), None
     )

@@ -12,7 +12,6 @@ from safetensors.torch import save_file
 from torch import Tensor, fx, nn
 
 from ..pruning import Layers
-from ..report import trusted_packages
 from ..weights import FILE, check_classes
 from . import prune, shrink
 from .distill import Distillation
@@ -59,7 +58,7 @@ def _write(model: nn.Module, folder: Path) -> None:
 
 def convert_trained(folder: Path, target: Path, shape: Sequence[int], options: Any, trusted: Sequence[str]) -> None:
     """Write the int8 file of a model that was trained with rounding."""
-    model = load_model(folder, (PREPARED.rpartition(".")[0], *trusted))
+    model = load_model(folder, trusted)
     assert isinstance(model, fx.GraphModule)
     convert(model, target, shape, list(options.skip))
 
@@ -74,20 +73,20 @@ def layers(engine: TorchEngine, wanted: list[str], skip: list[str]) -> Layers:
     return prune.Layers(engine.model, wanted, skip)
 
 
-def distillation(engine: TorchEngine, teacher: Any, weights: Path, options: Any, data: Any) -> Distillation:
+def distillation(engine: TorchEngine, weights: Path, options: Any, data: Any, trusted: Sequence[str]) -> Distillation:
     """The loss of a student.
 
     Args:
         engine: Its model is the student.
-        teacher: The config of the teacher's model.
         weights: The teacher's model folder.
         options: See Distillation; and teacher, a model by _target_ instead of that one.
         data: data: shape.
+        trusted: As for load_model().
 
     Raises:
         UserError: if the two answer with different numbers of classes.
     """
-    model = instantiate(options.teacher) if options.get("teacher") else load_model(weights, trusted_packages(teacher))
+    model = instantiate(options.teacher) if options.get("teacher") else load_model(weights, trusted)
     inputs = _inputs(data.shape).to(engine.device)
     with torch.no_grad():
         check_classes(*(one.to(engine.device).eval()(inputs).shape[1] for one in (engine.model, model)))

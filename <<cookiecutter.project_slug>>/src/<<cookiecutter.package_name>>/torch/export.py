@@ -28,7 +28,7 @@ def export(folder: Path, target: Path, kind: str, precision: str, trusted: Seque
         target: The file to write.
         kind: onnx | torch_export.
         precision: fp32 | fp16 | bf16, what the model computes in; bf16 for torch_export only.
-        trusted: Packages besides this one that the architecture may come from.
+        trusted: As for load_model().
 
     Raises:
         UserError: if the format cannot hold the model.

@@ -16,8 +16,6 @@ from ..errors import UserError
 from ..model_file import build_model
 from ..weights import FILE
 
-SHRINK = f"{__package__}.shrink"  # where compressed architectures are built again
-
 
 def load_model(folder: str | Path, trusted: Sequence[str] = ()) -> nn.Module:
     """The model in a folder that `export` made, on the CPU, ready to answer.
@@ -26,12 +24,12 @@ def load_model(folder: str | Path, trusted: Sequence[str] = ()) -> nn.Module:
 
     Args:
         folder: The model folder.
-        trusted: Packages besides this one that the architecture may come from, such as torchvision.models.
+        trusted: Other callables that may be built, as ["torchvision.models.resnet18"]; see trust.check().
 
     Raises:
-        UserError: if the folder is damaged, or its architecture or weights do not fit.
+        UserError: if the folder is damaged, names what is not trusted, or its architecture or weights do not fit.
     """
-    model: nn.Module = build_model(Path(folder), (__name__, SHRINK, *trusted))
+    model: nn.Module = build_model(Path(folder), trusted)
     try:
         load_into(model, Path(folder) / FILE)
     except (RuntimeError, SafetensorError, OSError) as error:

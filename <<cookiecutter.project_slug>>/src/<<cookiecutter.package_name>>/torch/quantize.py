@@ -62,7 +62,7 @@ def post_training(
         calibration: This rank's batches for `static`, each (n, *data.shape), normalized; may be empty on some ranks.
         communicator: The ranks.
         skip: Layers, or patterns of their names, that stay in float32.
-        trusted: Packages besides this one that the architecture may come from.
+        trusted: As for load_model().
 
     Returns:
         What convert() returns, and `calibration_samples`, how many all ranks saw.

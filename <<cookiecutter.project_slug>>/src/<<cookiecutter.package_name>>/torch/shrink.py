@@ -48,8 +48,14 @@ def _replace(model: nn.Module, name: str, layer: nn.Module) -> None:
 
 
 def _with_widths(layer: nn.Module, **widths: int) -> nn.Module:
-    """A layer of the same kind and options, of other widths."""
+    """A layer of the same kind and options, of other widths.
+
+    Raises:
+        ValueError: if a file asks for more than that.
+    """
     new = copy.deepcopy(layer)
+    if not {*widths} <= {*_widths(layer)} or not all(type(value) is int for value in widths.values()):
+        raise ValueError(f"{widths} are no widths of a {type(layer).__name__}")
     for option, value in widths.items():
         setattr(new, option, value)
     for name, tensor in (*new.named_parameters(recurse=False), *new.named_buffers(recurse=False)):
