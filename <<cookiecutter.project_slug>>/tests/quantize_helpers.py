@@ -7,7 +7,7 @@ from jobs import compose_config
 
 from << cookiecutter.package_name >>.data import digits
 from << cookiecutter.package_name >>.export import export
-from << cookiecutter.package_name >>.runtime import load_predictor
+from << cookiecutter.package_name >>.runtime import PROGRAMS, load_predictor
 from << cookiecutter.package_name >>.train import train
 
 
@@ -23,4 +23,4 @@ def accuracy(artefact: Path) -> float:
     """On the validation part."""
     part = digits().validation
     inputs, labels = part.fetch(np.arange(len(part)), 0)
-    return float((load_predictor(artefact)(inputs).argmax(1) == labels).mean())
+    return float((load_predictor(artefact, trusted=PROGRAMS)(inputs).argmax(1) == labels).mean())

@@ -115,7 +115,7 @@ def test_the_command_ends_in_one_sentence(override: str, sentence: str, tmp_path
     ],
 )
 def test_an_unknown_change_of_a_runs_config_is_named(change: str, sentence: str, tmp_path: Path) -> None:
-    OmegaConf.save(compose_config(), tmp_path / "config.yaml")
+    OmegaConf.save(compose_config(), tmp_path / "config.yaml", resolve=True)  # as train does
     with pytest.raises(ConfigAttributeError) as error:
         read_options(tmp_path / "config.yaml", [change])
     assert user_sentence(error.value) == sentence

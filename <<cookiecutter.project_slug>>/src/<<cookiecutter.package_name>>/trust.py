@@ -40,6 +40,7 @@ _SWITCHES = {
     "_convert_": ("none", "partial", "object", "all"),
 }
 LARGEST_CONFIG, LARGEST_JSON = 2**20, 2**24  # bytes; a network with a thousand changed layers needs a tenth
+DEEPEST, LONGEST = 100, 50_000  # levels and words of a config, which then takes seconds at most
 
 
 def check(content: Any, origin: str | Path, trusted: Collection[str] = ()) -> None:
@@ -130,10 +131,20 @@ def read_config(file: Path) -> dict[str, Any]:
     from omegaconf import OmegaConf  # takes a moment, which `checkpoints list` need not wait
     from omegaconf.errors import OmegaConfBaseException
 
+    opening = (
+        yaml.FlowSequenceStartToken,
+        yaml.FlowMappingStartToken,
+        yaml.BlockSequenceStartToken,
+        yaml.BlockMappingStartToken,
+    )
+    closing = yaml.FlowSequenceEndToken, yaml.FlowMappingEndToken, yaml.BlockEndToken
     text = read_text(file, LARGEST_CONFIG)
     try:
-        if any(isinstance(token, yaml.AliasToken) for token in yaml.scan(text)):
-            raise ValueError("it has aliases")
+        depth = 0
+        for count, token in enumerate(yaml.scan(text)):
+            depth += isinstance(token, opening) - isinstance(token, closing)
+            if isinstance(token, yaml.AliasToken) or depth > DEEPEST or count > LONGEST:
+                raise ValueError("it repeats a part, or is too deep or long")
         content = OmegaConf.to_container(OmegaConf.load(StringIO(text)))
     except (OSError, ValueError, RecursionError, yaml.YAMLError, OmegaConfBaseException) as error:
         raise UserError(f"{file} is no readable config ({type(error).__name__}): use another one") from error
@@ -162,14 +173,12 @@ def read_text(file: Path, largest: int) -> str:
         UserError: if it is missing, unreadable, no file or too large.
     """
     try:
-        handle = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        with open(file, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as stream:
+            found = os.fstat(stream.fileno())
+            if stat.S_ISREG(found.st_mode) and found.st_size <= largest:
+                return stream.read(largest).decode()
+    except UnicodeDecodeError as error:
+        raise UserError(f"{file} is no text in UTF-8: it is damaged, or of another program") from error
     except OSError as error:
         raise UserError(f"{file} cannot be read: {error.strerror}") from error
-    with os.fdopen(handle, "rb") as stream:
-        found = os.fstat(handle)
-        if not stat.S_ISREG(found.st_mode) or found.st_size > largest:
-            raise UserError(f"{file} must be a regular file of at most {largest} bytes")
-        try:
-            return stream.read(largest).decode()
-        except UnicodeDecodeError as error:
-            raise UserError(f"{file} is no text in UTF-8: it is damaged, or of another program") from error
+    raise UserError(f"{file} must be a regular file of at most {largest} bytes")
