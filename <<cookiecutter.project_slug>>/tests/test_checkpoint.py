@@ -10,11 +10,13 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -37,6 +39,7 @@ from store_helpers import (
 
 from << cookiecutter.package_name >> import checkpoint as module
 from << cookiecutter.package_name >>.checkpoint import DamagedError, Store, StoreError, describe
+from << cookiecutter.package_name >>.checkpoints import main
 from << cookiecutter.package_name >>.errors import UserError
 
 
@@ -352,18 +355,30 @@ def as_nobody() -> Iterator[Path]:
         shutil.rmtree(folder)
 
 
-def test_unreadable_files_and_folders() -> None:
+def test_a_right_that_lacks_is_no_damage_and_stops() -> None:
+    """Older checkpoints are not taken instead; the sentence names the file, the reader and the right."""
     with as_nobody() as folder:
         store = Store(folder / "checkpoints")
-        first, second, third = publish(store, 10), publish(store, 20), publish(store, 30)
-        (second.folder / "model.bin").chmod(0)
-        third.folder.chmod(0)
-        assert store.verify(second) == ["model.bin cannot be read: Permission denied"]
-        assert store.verify(third) == ["MANIFEST.json cannot be read: Permission denied"]
-        assert store.newest_good() == first
+        for step in (10, 20):
+            publish(store, step)
+        newest = store.find(20).folder
+        for closed, right in (
+            (newest / "model.bin", "read it"),
+            (newest / "MANIFEST.json", "read it"),
+            (newest / "rng", "read it"),
+            (newest, f"enter {newest}"),
+            (store.folder, "(read it|enter .*)"),
+        ):
+            mode = closed.stat().st_mode
+            closed.chmod(0)
+            for action in (store.newest_good, lambda: store.find_good("latest")):
+                with pytest.raises(UserError, match=f"be read: user {os.geteuid()} has no right to {right}; ask"):
+                    action()
+            closed.chmod(mode)
+        (store.folder / "latest").chmod(0)
+        with pytest.raises(UserError, match="latest cannot be read: user"):
+            store.find("latest")
         store.folder.chmod(0)
-        with pytest.raises(StoreError, match="cannot be read: Permission denied"):
-            store.newest_good()
         with pytest.raises(StoreError, match=r"could not be saved in .*: .*Permission denied"):
             publish(store, 40)
 
@@ -546,6 +561,79 @@ def test_tags_move_and_are_checked(store: Store, tmp_path: Path) -> None:
 def test_wrong_options_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(UserError, match="must be"):
         Store("checkpoints", **options)
+
+
+def opened(action: Callable[[], object]) -> int:
+    """How many files and folders an action opens or lists."""
+    before = len(_opened)
+    action()
+    return len(_opened) - before
+
+
+_opened: list[str] = []
+_watched = ("open", "os.listdir", "os.scandir")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _audit() -> None:
+    sys.addaudithook(lambda event, _: _opened.append(event) if event in _watched else None)
+
+
+def test_publishing_costs_the_same_however_many_are_kept(memory: Path) -> None:
+    costs = []
+    for kept in (5, 50):
+        store = Store(memory / str(kept), keep_last=kept, keep_best=2, keep_every=7, metric="val/accuracy")
+        with store.lock():
+            for step in range(kept):
+                publish(store, step, accuracy=step / 100)
+            costs.append([opened(partial(publish, store, step, 0.5)) for step in range(60, 65)])
+            assert len(names(store)) >= kept
+    assert costs[0] == costs[1]
+
+
+def test_listing_opens_few_files_of_each(memory: Path) -> None:
+    run = memory / "run"
+    store, costs = Store(run / "checkpoints", keep_last=100), []
+    for step in range(40):
+        publish(store, step)
+        if step in (19, 39):
+            costs.append(opened(partial(main, ["list", str(run)])))
+    assert costs[1] - costs[0] <= 20 * 7  # four files, and three folders
+
+
+def test_retention_sees_what_others_do(memory: Path) -> None:
+    """Tags, hand-deleted and pulled ones, damage: what the store remembers never stands against the disk."""
+    store = Store(memory / "checkpoints", keep_last=1, metric="val/accuracy")
+    for step, accuracy in ((10, 0.9), (20, 0.8), (30, 0.7)):
+        publish(store, step, accuracy)
+    other = Store(store.folder)
+    assert in_child(lambda: other.tag("mine", other.find(30))) == 0
+    publish(store, 40, 0.1)
+    publish(store, 50, 0.2)
+    assert steps(store) == [10, 30, 50]
+    assert in_child(lambda: other.untag("mine")) == 0
+    publish(store, 60, 0.3)
+    assert steps(store) == [10, 60]
+
+    shutil.rmtree(store.find(10).folder)
+    publish(store, 70, 0.2)
+    assert steps(store) == [60, 70]
+    assert store.find("best").step == 60
+    (store.find(60).folder / "model.bin").unlink()  # seen though no name in the store's folder has changed
+    publish(store, 80, 0.1)
+    assert steps(store) == [60, 70, 80]
+    assert store.find("best").step == 70
+
+    elsewhere = Store(memory / "elsewhere")
+    pulled = publish(elsewhere, 5, 0.95)
+
+    def pull_meanwhile(folder: Path) -> None:
+        content()(folder)
+        other.adopt(pulled.name, lambda target: shutil.copytree(pulled.folder, target, dirs_exist_ok=True))
+
+    publish(store, 90, write=pull_meanwhile)
+    assert {5, 90} <= set(steps(store))
+    assert store.pointers() == {"latest": "step-00000090", "best": "step-00000005"}
 
 
 @pytest.mark.parametrize("seed", range(2))

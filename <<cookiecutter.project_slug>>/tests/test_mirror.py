@@ -17,9 +17,10 @@ from fsspec.implementations.memory import MemoryFileSystem
 from moto.server import ThreadedMotoServer
 from store_helpers import content, edit_manifest, flip_byte, names, publish
 
+from << cookiecutter.package_name >>.addresses import is_url
 from << cookiecutter.package_name >>.checkpoint import DamagedError, Store
 from << cookiecutter.package_name >>.errors import UserError
-from << cookiecutter.package_name >>.mirror import Mirror, Remote, fetch, is_url
+from << cookiecutter.package_name >>.mirror import Mirror, Remote, fetch
 
 _number = itertools.count()
 

@@ -18,21 +18,25 @@ import itertools
 import json
 import logging
 import math
+import os
 import platform
 import re
 import shutil
 import socket
+import stat
 import subprocess
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from . import manifest, ownership
+from . import files, manifest, ownership
 from .errors import UserError
 from .manifest import MANIFEST
+from .retention import Facts, Retention
 
 log = logging.getLogger(__name__)
 
@@ -67,13 +71,22 @@ class Checkpoint:
         """The folder's name: `step-00001000`, or `step-00001000.1` when the step was saved again."""
         return self.folder.name
 
-    @property
+    @cached_property
     def size(self) -> int:
         """Bytes by the manifest; 0 when that cannot be read."""
         try:
             return sum(size for size, _ in manifest.read_manifest(self.folder).values())
         except (OSError, ValueError):
             return 0
+
+
+@dataclass
+class _View:
+    """What is known of a store's folder; it holds as long as `stamp`, which tells when anything in it last changed."""
+
+    rules: Retention
+    sequence: int  # the highest
+    stamp: tuple[int, int]
 
 
 class Store:
@@ -108,6 +121,7 @@ class Store:
         self.metric, self.mode = metric, mode
         self.pinned: set[str] = set()  # names that retention keeps, such as those being uploaded
         self._damaged: set[str] = set()  # names seen to be so; later looks are quick ones
+        self._view: _View | None = None
         self._resumed: str | None = None
         self._parent: str | None = None
 
@@ -117,23 +131,35 @@ class Store:
         """All that are published, damaged ones too, by step (as a number).
 
         Raises:
-            StoreError: if the folder cannot be read.
+            UserError: if the folder cannot be read.
+        """
+        return [read_checkpoint(self.folder / name) for name in self.names()]
+
+    def names(self) -> list[str]:
+        """The names of all that are published, damaged ones too, by step.
+
+        Raises:
+            UserError: if the folder cannot be read.
         """
         try:
-            folders = [path for path in self.folder.iterdir() if _NAME.fullmatch(path.name) and path.is_dir()]
+            with os.scandir(self.folder) as entries:
+                return sorted((one.name for one in entries if is_name(one.name) and one.is_dir()), key=order)
         except FileNotFoundError:
             return []
         except OSError as error:
-            raise StoreError(f"{self.folder} cannot be read: {error.strerror}") from error
-        return sorted(map(read_checkpoint, folders), key=lambda checkpoint: order(checkpoint.name))
+            raise files.access_error(error) or StoreError(f"{self.folder} cannot be read: {error.strerror}") from error
 
     def newest_good(self) -> Checkpoint | None:
-        """The last published one whose every byte is right; a warning names each damaged one passed over."""
+        """The last published one whose every byte is right; a warning names each damaged one passed over.
+
+        Raises:
+            UserError: if one cannot be read for want of a right, which is no reason to pass it over.
+        """
         for checkpoint in sorted(self.checkpoints(), key=_age, reverse=True):
             problems = self.verify(checkpoint)
             if not problems:
                 return checkpoint
-            self._damaged.add(checkpoint.name)
+            self._set_damaged(checkpoint.name)
             log.warning("checkpoint %s is damaged and passed over: %s", checkpoint.folder, "; ".join(problems))
         return None
 
@@ -147,12 +173,12 @@ class Store:
         """
         which = str(which)
         pointers = self.pointers()  # before the checkpoints: a run may publish meanwhile
-        found = {checkpoint.name: checkpoint for checkpoint in self.checkpoints()}
+        found = self.names()
         if which in pointers and pointers[which] not in found:
             raise UserError(f"{which} points to {pointers[which]!r}, which is gone: {_there_are(found, pointers)}")
-        same_step = [name for name, item in found.items() if which.isdecimal() and item.step == int(which)]
+        same_step = [name for name in found if which.isdecimal() and order(name)[0] == int(which)]
         name = same_step[-1] if same_step else pointers.get(which, which)
-        checkpoint = found.get(name) or _find_path(Path(which))
+        checkpoint = read_checkpoint(self.folder / name) if name in found else _find_path(Path(which))
         if checkpoint is None:
             raise UserError(f"there is no checkpoint {which!r} in {self.folder}: {_there_are(found, pointers)}")
         return checkpoint
@@ -184,15 +210,35 @@ class Store:
             raise DamagedError(f"checkpoint {checkpoint.folder} is damaged ({'; '.join(problems)}): use another one")
 
     def pointers(self) -> dict[str, str]:
-        """What `latest`, `best` and each tag point to, by name."""
-        files = [self.folder / name for name in POINTERS]
-        with suppress(FileNotFoundError):
-            files += sorted(path for path in (self.folder / "tags").iterdir() if _TAG.fullmatch(path.name))
-        pointers = {}
-        for file in files:
-            with suppress(FileNotFoundError):
-                pointers[file.name] = file.read_text("utf-8", errors="replace").strip()
-        return pointers
+        """What `latest`, `best` and each tag point to, by name.
+
+        Raises:
+            UserError: if they cannot be read.
+        """
+        return self._read_pointers([self.folder / name for name in POINTERS] + self._tags())
+
+    def _tags(self) -> list[Path]:
+        folder = self.folder / "tags"
+        try:
+            files.check_folder(folder)
+            return sorted(folder / name for name in os.listdir(folder) if _TAG.fullmatch(name))
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise files.access_error(error) or StoreError(f"no tag can be used: {error.strerror}") from error
+
+    def _read_pointers(self, paths: Iterable[Path]) -> dict[str, str]:
+        found = {}
+        for path in paths:
+            try:
+                found[path.name] = files.read_bytes(path, limit=4096).decode(errors="replace").strip()
+            except FileNotFoundError:
+                continue
+            except OSError as error:
+                if refusal := files.access_error(error):
+                    raise refusal from error
+                log.warning("%s points to nothing: %s", path, error.strerror)
+        return found
 
     # Writing
 
@@ -209,7 +255,9 @@ class Store:
                 self.folder.mkdir(parents=True, exist_ok=True)
                 held.enter_context(ownership.run_lock(self.folder))
             self.sweep()
-            self._point(self._sound())
+            self._tags()  # a run that could not read them would end them
+            self._view = None
+            self._point()
             yield
 
     def publish(self, step: int, write: Writer, meta: Mapping[str, object]) -> Checkpoint:
@@ -229,10 +277,13 @@ class Store:
             text = json.dumps(self._complete(step, meta), indent=2, allow_nan=False)
             (temporary / META).write_text(text, "utf-8")
             manifest.seal(temporary)
-            folder = self._move_in(temporary, step)
+            with self._own_change():
+                folder = self._move_in(temporary, step)
+        checkpoint = read_checkpoint(folder)
         self._parent = folder.name
+        self._note(checkpoint)
         self._settle()
-        return read_checkpoint(folder)
+        return checkpoint
 
     def adopt(self, name: str, write: Writer) -> Checkpoint:
         """Take in a whole checkpoint from elsewhere, with its manifest, under its own name if that is free.
@@ -248,7 +299,8 @@ class Store:
                 raise DamagedError(f"{name} arrived damaged ({'; '.join(problems)}): use another one")
             manifest.sync_all(temporary)
             folder = self._move_in(temporary, step, revision)
-        self._point(self._sound())
+        self._view = None
+        self._point()
         return read_checkpoint(folder)
 
     def resumed_from(self, checkpoint: Checkpoint) -> None:
@@ -269,6 +321,7 @@ class Store:
             if not (self.folder / checkpoint.name).is_dir():
                 raise UserError(f"{checkpoint.folder} is not a checkpoint of {self.folder}: tag one that is")
             (self.folder / "tags").mkdir(exist_ok=True)
+            self._tags()  # refuses a link, which would lead elsewhere
             self._replace(self.folder / "tags" / name, checkpoint.name)
 
     def untag(self, name: str) -> None:
@@ -291,12 +344,11 @@ class Store:
             StoreError: if the folder cannot be read or written.
         """
         with self._changing():
-            sound = self._sound()
-            kept = self._kept(sound)
-            dropped = [checkpoint for checkpoint in sound if checkpoint.name not in kept]
+            dropped = self._dropped()
             trash = [] if dry_run else [self._discard(checkpoint) for checkpoint in dropped]
-        for folder in trash:
-            shutil.rmtree(folder, ignore_errors=True)
+        with self._own_change():
+            for folder in trash:
+                shutil.rmtree(folder, ignore_errors=True)
         return dropped
 
     def sweep(self) -> list[str]:
@@ -305,24 +357,75 @@ class Store:
 
     # Behind it
 
-    def _sound(self) -> list[Checkpoint]:
-        seen = [checkpoint for checkpoint in self.checkpoints() if checkpoint.name not in self._damaged]
-        return [checkpoint for checkpoint in seen if not self.verify(checkpoint, hashes=False)]
+    def _look(self) -> _View:
+        """What is known of the folder, read again if somebody else has changed it."""
+        stamp = self._stamp()
+        if self._view is None or self._view.stamp != stamp:
+            everything = self.checkpoints()
+            sound = [item for item in everything if self._is_sound(item.name)]
+            rules = Retention(self.keep_last, self.keep_best, self.keep_every)
+            by = self._best_by(sound)
+            for checkpoint in sound:
+                rules.add(_facts(checkpoint, *by))
+            sequence = max((int(_age(item)[0]) for item in everything if item.meta), default=0)
+            self._view = _View(rules, sequence, stamp)
+        return self._view
+
+    def _stamp(self) -> tuple[int, int]:
+        """Which folder this is, and when a name in it last changed; opening it makes NFS ask its server."""
+        try:
+            handle = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except OSError:
+            return (0, 0)
+        try:
+            about = os.fstat(handle)
+            return (about.st_ino, about.st_mtime_ns)
+        finally:
+            os.close(handle)
+
+    @contextmanager
+    def _own_change(self) -> Iterator[None]:
+        """What is done to the folder inside is known; a change by somebody else is still seen at the next look."""
+        view = self._view if self._view and self._view.stamp == self._stamp() else None
+        try:
+            yield
+        finally:
+            if view and view is self._view:
+                view.stamp = self._stamp()
+
+    def _note(self, checkpoint: Checkpoint) -> None:
+        """Take note of what was published."""
+        if self._view is None or self.metric is None:  # the newest one says which metric decides
+            self._view = None
+            return
+        self._view.rules.add(_facts(checkpoint, self.metric, self.mode))
+        self._view.sequence = max(self._view.sequence, int(_age(checkpoint)[0]))
+
+    def _set_damaged(self, *names: str) -> None:
+        self._damaged.update(names)
+        self._view = None
+
+    def _is_sound(self, name: str) -> bool:
+        return name not in self._damaged and not manifest.verify(self.folder / name, {META})
+
+    def _best_by(self, sound: list[Checkpoint]) -> tuple[str | None, str]:
+        return best_by(sound) if self.metric is None else (self.metric, self.mode)
 
     def _complete(self, step: int, meta: Mapping[str, object]) -> Any:
         """Add what the store knows. The sequence orders checkpoints without trusting a clock."""
         metrics = meta.get("metrics")
         if self.metric and isinstance(metrics, Mapping) and metrics and self.metric not in metrics:
             log.warning("no best checkpoint without %s: the metrics are %s", self.metric, ", ".join(metrics))
-        sequence = 1 + max((_age(item)[0] for item in self.checkpoints() if item.meta), default=0)
+        sequence = 1 + self._look().sequence
         created = time.strftime("%Y-%m-%dT%H:%M:%S+00:00", time.gmtime())
         own = {"step": step, "sequence": sequence, "parent": self._parent, "created": created}
         return _without_nan({**meta, **own, "metric": self.metric, "mode": self.mode})
 
     def _check_space(self) -> None:
         """Refuse a save that cannot end well, judged by the size of the newest one."""
-        newest = max(self.checkpoints(), key=_age, default=None)
-        needed, free = newest.size if newest else 0, shutil.disk_usage(self.folder).free
+        newest = self._look().rules.newest
+        needed = read_checkpoint(self.folder / newest).size if newest else 0
+        free = shutil.disk_usage(self.folder).free
         if needed > free:
             sizes = f"{needed / 1e6:.0f} MB are needed and {free / 1e6:.0f} MB are free"
             raise OSError(errno.ENOSPC, f"{sizes}; free some space, or keep fewer checkpoints")
@@ -333,10 +436,12 @@ class Store:
         folder = self.folder / ownership.own_name("tmp")
         try:
             with _storage_errors(f"{what} could not be saved in {self.folder}", self.folder):
-                folder.mkdir(parents=True)
+                with self._own_change():
+                    folder.mkdir(parents=True)
                 yield folder
         finally:
-            shutil.rmtree(folder, ignore_errors=True)
+            with self._own_change():
+                shutil.rmtree(folder, ignore_errors=True)
 
     def _move_in(self, temporary: Path, step: int, revision: int = 0) -> Path:
         """Rename a sealed folder to the first free name of its step: the moment at which it comes to exist."""
@@ -354,40 +459,46 @@ class Store:
 
     def _settle(self) -> None:
         """Point and prune after a publication, which stands even if these fail; pruning may make the space needed."""
-        for action in (lambda: self._point(self._sound()), self.prune):
+        for action in (self._point, self.prune):
             try:
                 action()
-            except StoreError as error:
+            except UserError as error:
                 log.warning("the checkpoint is safe, but %s", error)
 
-    def _point(self, sound: list[Checkpoint]) -> None:
-        now = self.pointers()
-        for name, first in (("latest", sorted(sound, key=_age)[-1:]), ("best", self._ranked(sound)[:1])):
-            if first and now.get(name) != first[0].name:
-                self._replace(self.folder / name, first[0].name)
+    def _point(self) -> None:
+        rules = self._rules()
+        now = self._read_pointers(self.folder / name for name in POINTERS)
+        for name, wanted in (("latest", rules.newest), ("best", rules.best)):
+            if wanted and now.get(name) != wanted:
+                self._replace(self.folder / name, wanted)
 
-    def _ranked(self, sound: list[Checkpoint]) -> list[Checkpoint]:
-        """Those that have the metric, best first; of equals the earlier. NaN was saved as null: it never ranks."""
-        metric, mode = best_by(sound) if self.metric is None else (self.metric, self.mode)
-        sign = 1 if mode == "min" else -1
-        scored = [(value, item) for item in sound if (value := metric_of(item, metric)) is not None]
-        return [item for _, item in sorted(scored, key=lambda pair: (sign * pair[0], _age(pair[1])))]
+    def _rules(self) -> Retention:
+        """The rules, once it is sure that the newest and the best are whole: not every damage changes the folder."""
+        rules = self._look().rules
+        while bad := [name for name in (rules.newest, rules.best) if name and not self._is_sound(name)]:
+            self._set_damaged(*bad)
+            rules = self._look().rules
+        return rules
 
-    def _kept(self, sound: list[Checkpoint]) -> set[str]:
-        newest = sorted(sound, key=_age)[-self.keep_last :]
-        best = self._ranked(sound)[: self.keep_best]
-        last_of_step = {checkpoint.step: checkpoint for checkpoint in sound}.values()
-        every = [item for item in last_of_step if self.keep_every and item.step % self.keep_every == 0]
-        names = {checkpoint.name for checkpoint in (*newest, *best, *every)}
-        return names | set(self.pointers().values()) | self.pinned | {self._resumed or ""}
+    def _dropped(self) -> list[Checkpoint]:
+        rules = self._rules()
+        if not rules.unkept:
+            return []
+        kept = set(self.pointers().values()) | self.pinned | {self._resumed or ""}
+        names = sorted(rules.unkept - kept, key=order)
+        rules.unkept -= (damaged := {name for name in names if not self._is_sound(name)})
+        return [read_checkpoint(self.folder / name) for name in names if name not in damaged]
 
     def _discard(self, checkpoint: Checkpoint) -> Path:
         """Take a checkpoint away by one rename, so that a half deleted one is never seen."""
-        return checkpoint.folder.rename(self.folder / ownership.own_name("trash"))
+        with self._own_change():
+            trash = checkpoint.folder.rename(self.folder / ownership.own_name("trash"))
+        self._look().rules.unkept.discard(checkpoint.name)
+        return trash
 
     def _replace(self, file: Path, text: str) -> None:
         temporary = self.folder / ownership.own_name("tmp")
-        with _storage_errors(f"{file} could not be written"):
+        with _storage_errors(f"{file} could not be written"), self._own_change():
             try:
                 manifest.write_durably(temporary, text + "\n")
                 temporary.replace(file)
@@ -400,7 +511,7 @@ class Store:
         """Keep tags and deletions of several processes apart, so that no tag comes to point to nothing."""
         with _storage_errors(f"{self.folder} could not be changed"):
             self.folder.mkdir(parents=True, exist_ok=True)
-            with (self.folder / ".change").open("w") as file:
+            with open(files.open_file(self.folder / ".change", os.O_RDWR | os.O_CREAT), "r+") as file:
                 with suppress(OSError):  # a file system without locks: go on
                     fcntl.lockf(file, fcntl.LOCK_EX)
                 yield
@@ -430,10 +541,26 @@ def store_folder(path: str | Path) -> Path:
         UserError: if there is no such folder.
     """
     path = Path(path)
-    if not path.is_dir():
+    if not _is_folder(path):
         raise UserError(f"there is no folder {path}: give a run's, such as runs/first")
     inner = path / "checkpoints"
-    return inner if inner.is_dir() else path
+    return inner if _is_folder(inner) else path
+
+
+def _is_folder(path: Path) -> bool:
+    """Whether this is a folder, or a link to one.
+
+    Raises:
+        UserError: if that cannot be told for want of a right.
+    """
+    try:
+        return stat.S_ISDIR(path.stat().st_mode)
+    except ValueError:
+        return False
+    except OSError as error:
+        if refusal := files.access_error(error):
+            raise refusal from error
+        return False
 
 
 def order(name: str) -> tuple[int, int]:
@@ -462,10 +589,19 @@ def best_by(checkpoints: list[Checkpoint]) -> tuple[str | None, str]:
 
 
 def read_checkpoint(folder: Path) -> Checkpoint:
-    """Describe the checkpoint in a folder, damaged or not."""
+    """Describe the checkpoint in a folder, damaged or not.
+
+    Raises:
+        UserError: if it cannot be read for want of a right.
+    """
     try:
-        meta = json.loads((folder / META).read_text("utf-8"))
-    except (OSError, ValueError, RecursionError):
+        files.check_folder(folder)
+        meta = files.read_json(f"{folder}/{META}")
+    except ValueError:
+        meta = None
+    except OSError as error:
+        if refusal := files.access_error(error):
+            raise refusal from error
         meta = None
     meta = meta if isinstance(meta, dict) else {}
     step = order(folder.name)[0] if is_name(folder.name) else meta.get("step")
@@ -473,9 +609,11 @@ def read_checkpoint(folder: Path) -> Checkpoint:
 
 
 def _find_path(path: Path) -> Checkpoint | None:
-    if (path / MANIFEST).exists() or (path.is_dir() and is_name(path.name)):
-        return read_checkpoint(path)
-    return Store(store_folder(path)).newest_good() if path.is_dir() else None
+    if not _is_folder(path):
+        return None
+    if (path / MANIFEST).exists() or is_name(path.name):
+        return read_checkpoint(path.resolve() if path.is_symlink() else path)
+    return Store(store_folder(path)).newest_good()
 
 
 def _there_are(found: Iterable[str], pointers: Iterable[str]) -> str:
@@ -489,6 +627,13 @@ def _age(checkpoint: Checkpoint) -> tuple[float, int, int]:
         return (math.inf, *order(checkpoint.name))
     sequence = checkpoint.meta.get("sequence")
     return (sequence if isinstance(sequence, int) else 0, *order(checkpoint.name))
+
+
+def _facts(checkpoint: Checkpoint, metric: str | None, mode: str) -> Facts:
+    """For retention. NaN was saved as null: it never ranks."""
+    value = metric_of(checkpoint, metric)
+    score = -value if value is not None and mode == "min" else value
+    return Facts(checkpoint.name, checkpoint.step, _age(checkpoint), score)
 
 
 def _without_nan(value: Any) -> Any:
@@ -505,12 +650,16 @@ def _storage_errors(sentence: str, disk: Path | None = None) -> Iterator[None]:
     """Turn an error of the disk into a StoreError; every other one passes."""
     try:
         yield
+    except files.AccessError as error:
+        raise StoreError(str(error)) from error
     except UserError:
         raise
     except Exception as error:
         if not _is_storage(error, disk):
             raise
         reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+        if isinstance(error, files.NotAFileError):
+            reason = f"{error.filename} is in the way: {reason}"
         if _is_full(disk):
             reason = "No space left on device"  # what the libraries say is less clear
         raise StoreError(f"{sentence}: {reason}") from error

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from .changes import changes, flat, read_config
 from .checkpoint import Checkpoint, Store, best_by, metric_of, store_folder
 from .errors import Parser, UserError
 from .manifest import read_manifest
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 # The libraries that only some commands need are imported there: `list` must answer at once.
 
@@ -38,9 +36,10 @@ def main(arguments: list[str] | None = None) -> int:
 def list_(options: argparse.Namespace) -> int:
     """All checkpoints of a run, by step."""
     store = _store(options)
+    tags = _tags(store)  # before the checkpoints: a run may publish meanwhile
     checkpoints = store.checkpoints()
     metric, _ = best_by(checkpoints)
-    rows = [_row(store, checkpoint, metric, options.verify) for checkpoint in checkpoints]
+    rows = [_row(store, item, metric, tags.get(item.name, []), options.verify) for item in checkpoints]
     if options.json:
         return _print_json(rows)
     columns = ("step", "epoch", metric or "metric", "size", "age", "tags", "state", "commit")
@@ -58,7 +57,7 @@ def show(options: argparse.Namespace) -> int:
         files = {}
     about = {
         "folder": str(checkpoint.folder),
-        "tags": _tags(store, checkpoint),
+        "tags": _tags(store).get(checkpoint.name, []),
         "problems": store.verify(checkpoint, hashes=False),
         "ancestors": list(_ancestors(store, checkpoint)),
         "files": files,
@@ -184,7 +183,7 @@ def _store(options: argparse.Namespace) -> Store:
     return Store(store_folder(options.run))
 
 
-def _row(store: Store, checkpoint: Checkpoint, metric: str | None, hashes: bool) -> dict[str, Any]:
+def _row(store: Store, checkpoint: Checkpoint, metric: str | None, tags: list[str], hashes: bool) -> dict[str, Any]:
     return {
         "name": checkpoint.name,
         "step": checkpoint.step,
@@ -192,7 +191,7 @@ def _row(store: Store, checkpoint: Checkpoint, metric: str | None, hashes: bool)
         "metric": metric_of(checkpoint, metric),
         "bytes": checkpoint.size,
         "created": checkpoint.meta.get("created"),
-        "tags": _tags(store, checkpoint),
+        "tags": tags,
         "problems": store.verify(checkpoint, hashes),
         "git_commit": checkpoint.meta.get("git_commit"),
         "git_dirty": checkpoint.meta.get("git_dirty"),
@@ -214,8 +213,12 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
     )
 
 
-def _tags(store: Store, checkpoint: Checkpoint) -> list[str]:
-    return [pointer for pointer, name in store.pointers().items() if name == checkpoint.name]
+def _tags(store: Store) -> dict[str, list[str]]:
+    """The pointers to each checkpoint."""
+    tags: dict[str, list[str]] = {}
+    for pointer, name in store.pointers().items():
+        tags.setdefault(name, []).append(pointer)
+    return tags
 
 
 def _ancestors(store: Store, checkpoint: Checkpoint) -> Iterator[str]:
@@ -291,15 +294,14 @@ def _print_json(value: Any) -> int:
 
 
 def _print_table(columns: Iterable[str], rows: Iterable[tuple[str, ...]]) -> None:
-    from rich.box import SIMPLE
-    from rich.console import Console
-    from rich.table import Table
-
-    table: Table = Table(*columns, box=SIMPLE)
+    """In plain columns: thousands of rows must be there at once."""
+    lines = [tuple(columns)]
     for row in rows:
-        table.add_row(*row)
-    width = None if sys.stdout.isatty() else 200
-    Console(width=width, markup=False, highlight=False).print(table)
+        lines += itertools.zip_longest(*(cell.splitlines() for cell in row), fillvalue="")
+    lines.insert(1, tuple("-" * max(map(len, column)) for column in zip(*lines, strict=True)))
+    widths = [len(rule) for rule in lines[1]]
+    for line in lines:
+        print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
 
 
 def _text(value: Any) -> str:

@@ -32,6 +32,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from . import trust
+from .addresses import guarded
 from .build import open_data, open_store
 from .changes import flat
 from .checkpoint import META, Checkpoint, Store
@@ -501,4 +502,4 @@ def main(config: DictConfig) -> None:
 
 
 if __name__ == "__main__":
-    end_well(main, launched_rank)
+    end_well(guarded(main), launched_rank)

@@ -20,6 +20,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from .addresses import guarded
 from .doctor import Diagnosis, check
 from .elastic import Limits, Pool, run_elastic
 from .errors import USER_ERROR, Parser, UserError, end_at_sigterm, end_well
@@ -408,4 +409,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    end_well(main, lambda: 0)
+    end_well(guarded(main), lambda: 0)

@@ -7,20 +7,24 @@ half upload is never taken for one. Nothing at the mirror is ever deleted.
 from __future__ import annotations
 
 import logging
-import re
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from threading import Condition, Thread
+from typing import Any
 
 import fsspec
 
-from .checkpoint import POINTERS, Checkpoint, DamagedError, Store, is_name, order
+from . import files
+from .addresses import check_address
+from .checkpoint import META, POINTERS, Checkpoint, DamagedError, Store, is_name, order
 from .errors import UserError
-from .manifest import MANIFEST, read_manifest
+from .manifest import MANIFEST, read_manifest, verify
 
 log = logging.getLogger(__name__)
+
+CONNECT_S = 60.0  # seconds that a file system may take to be opened; some connect then
 
 
 class Mirror:
@@ -29,11 +33,12 @@ class Mirror:
     Args:
         url: Where to, such as `s3://bucket/runs/first`.
         store: Whose checkpoints; retention leaves alone what is being uploaded.
-        attempts: How often an upload is tried.
+        attempts: How often an upload is tried; what fails is tried again with the next checkpoint and at the end.
         pause: Seconds between the first two attempts, doubled each time.
 
     Raises:
-        UserError: if no file system is installed for such an address; the network is not touched yet.
+        UserError: if no file system is installed for such an address, or it holds a password; the network is not
+            touched yet.
     """
 
     def __init__(self, url: str, store: Store, *, attempts: int = 5, pause: float = 1.0) -> None:
@@ -41,6 +46,7 @@ class Mirror:
         self._store = store
         self._attempts, self._pause = attempts, pause
         self._waiting: Checkpoint | None = None
+        self._failed: Checkpoint | None = None
         self._closing = False
         self._changed = Condition()
         self._thread = Thread(target=self._work, name="mirror", daemon=True)
@@ -67,40 +73,69 @@ class Mirror:
 
     def _work(self) -> None:
         while checkpoint := self._next():
-            self._try(checkpoint)
-            self._store.pinned.discard(checkpoint.name)
+            if self._try(checkpoint) or self._closing:
+                self._store.pinned.discard(checkpoint.name)
+            else:
+                self._failed = checkpoint
 
     def _next(self) -> Checkpoint | None:
+        """What waits; at the end once more what failed last."""
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._closing)
-            checkpoint, self._waiting = self._waiting, None
+            failed, self._failed = self._failed, None
+            checkpoint, self._waiting = self._waiting or failed, None
+            if failed and failed != checkpoint:
+                self._store.pinned.discard(failed.name)
             return checkpoint
 
-    def _try(self, checkpoint: Checkpoint) -> None:
+    def _try(self, checkpoint: Checkpoint) -> bool:
         for attempt in range(1, self._attempts + 1):
             try:
                 self._remote.push(self._store, checkpoint)
-                return
+                return True
             except Exception as error:  # of any library: a mirror must not stop the training
                 log.warning("%s, attempt %d of %d", error, attempt, self._attempts)
                 if attempt < self._attempts:
                     time.sleep(self._pause * 2 ** (attempt - 1))
+        return False
 
 
 class Remote:
-    """The mirror's side, reached through fsspec.
+    """The mirror's side, reached through fsspec when it is first used.
 
     Raises:
-        UserError: if no file system is installed for such an address.
+        UserError: if no file system is installed for such an address, or it holds a password.
     """
 
     def __init__(self, url: str) -> None:
+        check_address(url)
         self.url = url
+        self._opened: tuple[Any, str] | None = None
         try:
-            self._fs, root = fsspec.core.url_to_fs(url, use_listings_cache=False, skip_instance_cache=True)
+            for part in url.split("::"):
+                fsspec.get_filesystem_class(fsspec.utils.get_protocol(part) if "://" in part else part)
         except (ImportError, ValueError) as error:
             raise UserError(f"{url} cannot be used: {error}") from error
-        self._root = root.rstrip("/")
+
+    def _open(self) -> tuple[Any, str]:
+        """The file system and the root in it; opened in a thread of its own, since some connect without a limit."""
+        found: list[Any] = []
+
+        def connect() -> None:
+            try:
+                found.append(fsspec.core.url_to_fs(self.url, use_listings_cache=False, skip_instance_cache=True))
+            except Exception as error:
+                found.append(error)
+
+        thread = Thread(target=connect, name="connect", daemon=True)
+        thread.start()
+        thread.join(CONNECT_S)
+        if not found:
+            raise TimeoutError(f"no answer within {CONNECT_S:.0f} s")
+        if isinstance(found[0], Exception):
+            raise found[0]
+        system, root = found[0]
+        return system, root.rstrip("/")
 
     def push(self, store: Store, checkpoint: Checkpoint) -> None:
         """Upload a checkpoint, then the pointers, and what they point to if it is missing there.
@@ -110,8 +145,9 @@ class Remote:
         """
         with self._errors("written"):
             self._send(checkpoint)
+            there = store.names()
             for pointer, name in store.pointers().items():
-                if (store.folder / name / MANIFEST).exists():
+                if name in there:
                     self._send(store.find(name))
                     self._put(_pointer_path(pointer), f"{name}\n".encode())
 
@@ -139,7 +175,7 @@ class Remote:
             except FileNotFoundError:
                 return []
             names = {str(path).rstrip("/").rpartition("/")[2] for path in paths}
-            return sorted((name for name in names if is_name(name) and self._get(f"{name}/{MANIFEST}")), key=order)
+            return sorted((name for name in names if is_name(name) and self._has(f"{name}/{MANIFEST}")), key=order)
 
     def _candidates(self, which: str) -> list[str]:
         names = self.names()
@@ -152,7 +188,9 @@ class Remote:
         return sorted(reversed(names), key=lambda name: name != pointed)
 
     def _send(self, checkpoint: Checkpoint) -> None:
-        commit = (checkpoint.folder / MANIFEST).read_bytes()
+        if problems := verify(checkpoint.folder, {META}):  # what is sent is a file, and its own
+            raise UserError(f"{checkpoint.folder} is damaged ({'; '.join(problems)}) and is not sent")
+        commit = files.read_bytes(checkpoint.folder / MANIFEST)
         there = self._get(f"{checkpoint.name}/{MANIFEST}")
         if there == commit:
             return
@@ -172,11 +210,11 @@ class Remote:
                 (folder / MANIFEST).write_bytes(self._get(f"{name}/{MANIFEST}") or b"")
                 for file in _manifest_files(folder):
                     (folder / file).parent.mkdir(parents=True, exist_ok=True)
-                    with suppress(FileNotFoundError):  # verification says so
+                    if self._has(f"{name}/{file}"):  # else verification says so
                         self._fs.get_file(self._path(f"{name}/{file}"), str(folder / file))
 
         here = store.folder / name / MANIFEST
-        if here.exists() and here.read_bytes() == self._get(f"{name}/{MANIFEST}"):
+        if _content(here) == self._get(f"{name}/{MANIFEST}"):
             found = store.find(name)
             if not store.verify(found):
                 return found
@@ -185,8 +223,36 @@ class Remote:
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}"
 
+    @property
+    def _fs(self) -> Any:
+        if self._opened is None:
+            self._opened = self._open()
+        return self._opened[0]
+
+    @property
+    def _root(self) -> str:
+        assert self._fs is not None
+        return self._opened[1] if self._opened else ""
+
+    def _look_at(self, name: str) -> int:
+        """The size of a file there; what a server on this machine has under its name may be a FIFO or a link."""
+        path = self._path(name)
+        about = self._fs.info(path)
+        if about.get("type") != "file" or about.get("islink"):
+            raise UserError(f"{path} is no file: nothing else is fetched")
+        return int(about.get("size") or 0)
+
+    def _has(self, name: str) -> bool:
+        try:
+            return self._look_at(name) >= 0
+        except (FileNotFoundError, UserError):
+            return False
+
     def _get(self, name: str) -> bytes | None:
         try:
+            size = self._look_at(name)
+            if size > files.LIMIT:
+                raise UserError(f"{self._path(name)} has {size} bytes, which is too much for what it should be")
             content: bytes = self._fs.cat_file(self._path(name))
         except FileNotFoundError:
             return None
@@ -212,11 +278,6 @@ class Remote:
             raise UserError(f"{self.url} could not be {verb}: {error or type(error).__name__}") from error
 
 
-def is_url(text: str) -> bool:
-    """Whether this is an address for fsspec, such as s3://bucket/run, and not a path."""
-    return re.match(r"[A-Za-z][\w+.-]*://", text) is not None
-
-
 def fetch(url: str, folder: str | Path, which: str = "latest") -> Checkpoint:
     """Download a checkpoint into a store's folder, verified.
 
@@ -228,6 +289,7 @@ def fetch(url: str, folder: str | Path, which: str = "latest") -> Checkpoint:
     Raises:
         UserError: if there is none, it is damaged, or it cannot be read.
     """
+    check_address(url)
     address, _, last = url.rstrip("/").rpartition("/")
     if address.endswith("/tags"):
         return Remote(address.removesuffix("/tags")).fetch(Store(folder), last)
@@ -240,8 +302,15 @@ def _pointer_path(pointer: str) -> str:
     return pointer if pointer in POINTERS else f"tags/{pointer}"
 
 
+def _content(file: Path) -> bytes | None:
+    try:
+        return files.read_bytes(file)
+    except OSError:
+        return None  # it is fetched then
+
+
 def _manifest_files(folder: Path) -> list[str]:
     try:
         return list(read_manifest(folder))
-    except ValueError:
+    except (OSError, ValueError):
         return []  # verification says so

@@ -10,6 +10,8 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from . import trust
+from .addresses import check_addresses
+from .changes import flat
 from .errors import UserError
 
 
@@ -174,8 +176,9 @@ def check_options(config: DictConfig, rules: Mapping[str, Rule] = RULES) -> None
     """Check every option that has a rule.
 
     Raises:
-        UserError: for the first option that breaks its rule, the same on every rank.
+        UserError: for the first option that breaks its rule, or an address with a password, the same on every rank.
     """
+    check_addresses(str(value) for _, value in flat(OmegaConf.to_container(config)))
     for option, rule in rules.items():
         value = OmegaConf.select(config, option, throw_on_missing=True, default=ABSENT)
         if value is ABSENT or (value is None and option in NULLABLE):

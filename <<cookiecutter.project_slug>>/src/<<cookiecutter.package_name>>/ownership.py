@@ -15,6 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from .errors import UserError
+from .files import NotAFileError, open_file
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +38,10 @@ def run_lock(folder: Path) -> Iterator[None]:
     file = folder.resolve() / ".lock"
     if file in _locked_here:  # POSIX locks do not hold against the own process, and closing the file would drop ours
         raise _in_use(folder, "this process")
-    handle = os.open(file, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        handle = open_file(file, os.O_RDWR | os.O_CREAT)
+    except NotAFileError as error:
+        raise UserError(f"{file} cannot be the lock of a run, since {error.strerror}: remove it") from error
     try:
         _take(handle, folder)
         _locked_here.add(file)
@@ -57,7 +61,7 @@ def sweep(folder: Path) -> list[str]:
     """Remove temporaries that no live process owns, those of other hosts after a day; returns their names."""
     swept = [path for path in folder.glob(".t*") if _is_abandoned(path)]
     for path in swept:
-        if path.is_dir():
+        if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
         else:
             path.unlink(missing_ok=True)

@@ -68,7 +68,7 @@ class Report:
         """
         file = folder / FIGURES
         try:
-            return cls(**read_json(file)) if file.exists() else None
+            return cls(**read_json(file)) if os.path.lexists(file) else None
         except TypeError as error:
             raise UserError(
                 f"{file} is of another version of this project, or damaged: use another name=..."

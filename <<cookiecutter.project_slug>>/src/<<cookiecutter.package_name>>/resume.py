@@ -8,12 +8,13 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
+from .addresses import is_url
 from .changes import changes, flat, read_config
 from .checkpoint import Checkpoint, Store
 from .distributed import Communicator
 from .engine import Engine
 from .errors import UserError
-from .mirror import fetch, is_url
+from .mirror import fetch
 from .state import State, read_state
 
 log = logging.getLogger(__name__)

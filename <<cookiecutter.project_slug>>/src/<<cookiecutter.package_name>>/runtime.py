@@ -18,6 +18,7 @@ What torch.export, Keras and TensorFlow read may hold code, which they run: see 
 from __future__ import annotations
 
 import hashlib
+import stat
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from . import files
 from .errors import UserError
 from .manifest import sha256
 from .model_file import DESCRIPTION, engine_of
@@ -65,12 +67,12 @@ def weigh(path: Path) -> Artefact:
         UserError: if it is none.
     """
     runtime = runtime_of(path)
-    files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file())
-    hashes = [sha256(file) for file in files]
-    names = [file.relative_to(path).as_posix() for file in files]
+    parts = [path.resolve()] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file())
+    hashes = [sha256(part) for part in parts]
+    names = ["" if path.is_file() else part.relative_to(path).as_posix() for part in parts]
     whole = hashes[0] if path.is_file() else hashlib.sha256("\0".join([*names, *hashes]).encode()).hexdigest()
-    size = sum(file.stat().st_size for file in files)
-    return Artefact(path, runtime, size, sum(map(_gzipped, files)), whole)
+    size = sum(part.stat().st_size for part in parts)
+    return Artefact(path, runtime, size, sum(map(_gzipped, parts)), whole)
 
 
 def _gzipped(file: Path) -> int:
@@ -116,6 +118,8 @@ def runtime_of(path: Path) -> str:
     """
     if not path.exists():
         raise UserError(f"{path} does not exist: name an exported model")
+    if problem := _not_files(path):
+        raise UserError(f"{path} is no exported model: {problem}")
     if path.is_dir():
         found = next((name for file, name in _FOLDERS.items() if (path / file).exists()), None)
     else:
@@ -123,6 +127,15 @@ def runtime_of(path: Path) -> str:
     if found is None:
         raise UserError(f"{path} is no exported model: it must be a model folder, a SavedModel, or {_KNOWN}")
     return found
+
+
+def _not_files(path: Path) -> str:
+    """What is no file in a folder, or in a file's place: a runtime would wait for it, or follow it."""
+    if not path.is_dir():
+        mode = path.stat().st_mode
+        return "" if stat.S_ISREG(mode) else f"it is {files.kind(mode)}"
+    modes = ((name, about.st_mode) for name, about in files.walk(path))
+    return next((f"{name} is {files.kind(mode)}" for name, mode in modes if not stat.S_ISREG(mode)), "")
 
 
 FOLDER = "this project"

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from .errors import UserError
+from .files import read_json
 from .sampler import Position
 
 FILE = "train_state.json"
@@ -43,7 +44,7 @@ def read_state(folder: Path) -> State:
         UserError: if the file is not what this version writes.
     """
     try:
-        values = json.loads((folder / FILE).read_text(encoding="utf-8"))
+        values = read_json(folder / FILE)
         return State(**{**values, "position": Position(**values["position"])})
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise UserError(f"{folder / FILE} cannot be read ({error}): resume from another checkpoint") from error

@@ -14,6 +14,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from . import resume
+from .addresses import guarded
 from .build import fresh_state, open_cadence, open_data, open_sampler, open_schedule, open_store
 from .checkpoint import Store
 from .data import Splits
@@ -160,4 +161,4 @@ def main(config: DictConfig) -> None:
 
 
 if __name__ == "__main__":
-    end_well(main, launched_rank)
+    end_well(guarded(main), launched_rank)

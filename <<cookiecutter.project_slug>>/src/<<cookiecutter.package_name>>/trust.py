@@ -7,8 +7,6 @@ anything is made of them. What conf/ and the command line say is the user's own 
 from __future__ import annotations
 
 import json
-import os
-import stat
 from argparse import ArgumentParser
 from collections.abc import Collection, Iterator
 from contextlib import suppress
@@ -17,6 +15,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from . import files
 from .errors import UserError
 
 ENGINES = ("torch", "tensorflow")
@@ -167,18 +166,14 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def read_text(file: Path, largest: int) -> str:
-    """A small file; of what is none, as a pipe or a device, nothing is read.
+    """A small file; of what is none, as a pipe, a device or a link, nothing is read.
 
     Raises:
         UserError: if it is missing, unreadable, no file or too large.
     """
     try:
-        with open(file, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as stream:
-            found = os.fstat(stream.fileno())
-            if stat.S_ISREG(found.st_mode) and found.st_size <= largest:
-                return stream.read(largest).decode()
+        return files.read_bytes(file, largest).decode()
     except UnicodeDecodeError as error:
         raise UserError(f"{file} is no text in UTF-8: it is damaged, or of another program") from error
     except OSError as error:
-        raise UserError(f"{file} cannot be read: {error.strerror}") from error
-    raise UserError(f"{file} must be a regular file of at most {largest} bytes")
+        raise files.access_error(error) or UserError(f"{file} cannot be read: {error.strerror}") from error
