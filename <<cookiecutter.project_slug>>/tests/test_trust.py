@@ -395,6 +395,33 @@ def test_each_command_ends_in_one_sentence(run: Path, model: Path, tmp_path: Pat
     assert not (canary.exists() or (tmp_path / "small" / "plan.json").exists() or [*tmp_path.glob("made*")])
 
 
+@pytest.mark.slow
+def test_ones_own_parts_go_all_the_way(tmp_path: Path) -> None:
+    """A run's own data by trust, a student of a chain by having been named: neither is asked for again on the way."""
+    own = [
+        "data.source._target_=own.data",
+        "~data.source.validation_fraction",
+        "tracking.tensorboard=false",
+        "epochs=1",
+    ]
+    start = [
+        "-m",
+        f"{PACKAGE}.train",
+        f"engine={ENGINES[0]}",
+        f"hydra.run.dir={tmp_path}/run",
+        "model.hidden=[8]",
+        *own,
+    ]
+    student = "model@compress.student=cnn compress.student._target_=own.net compress.student.width=4"
+    steps = f"compress.steps=['compress=distill {student} compress.finetune.epochs=1']"
+    smaller = ["-m", f"{PACKAGE}.compress", f"from={tmp_path}/run", f"hydra.run.dir={tmp_path}/small", "name=small"]
+    assert command(*start, cwd=tmp_path).returncode == 0
+    refused = command(*smaller, "compress=chain", steps, cwd=tmp_path)
+    assert (refused.returncode, "add --trust own.data (" in refused.stderr) == (2, True)
+    done = command(*smaller, "compress=chain", steps, "trust=[own.data]", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
 def test_what_was_begun_is_data_too(run: Path, tmp_path: Path) -> None:
     """The plan, the source and the teacher in the folder of a compression that goes on."""
     canary = tmp_path / "canary"

@@ -458,7 +458,7 @@ def compress_series(steps: list[tuple[str, list[str]]], config: DictConfig, fold
     chain, missed = config.compress.method == "chain", []
     singles = [*_composed(steps, config, folder, chain)]
     training = read_config(Path(config["from"]), [], config.trust)
-    trusted = sorted({name for _, single in singles for name in _trusted(single, training)})
+    trusted = sorted({*config.trust, *(name for _, single in singles for name in _trusted(single, training))})
     own = PROGRAMS if all(_has_no_files(folder / name) for name, _ in singles) else ()
     for name, single in singles:
         single.trust = trusted  # a step meets what the one before was told to build

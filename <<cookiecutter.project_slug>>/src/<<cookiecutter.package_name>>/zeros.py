@@ -42,7 +42,9 @@ def _of_onnx(path: Path) -> Zeros:
 
 def _of_torch_export(path: Path) -> Zeros:
     state = import_module("torch").export.load(path).state_dict
-    return _equal_zero({name: tensor.float().numpy() for name, tensor in state.items()})  # numpy has no bfloat16
+    return _equal_zero(
+        {name: tensor.detach().float().numpy() for name, tensor in state.items()}
+    )  # numpy has no bfloat16
 
 
 def _of_litert(path: Path) -> Zeros:
