@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 import platform
 import shutil
 import sys
@@ -11,11 +12,17 @@ from typing import Any
 
 import nox
 
+TEMPLATE = Path("<<cookiecutter.project_slug>>")
+sys.path.insert(0, str(TEMPLATE.resolve() / "scripts"))
+from build_horovod import keep_pip_here  # noqa: E402
+
 nox.needs_version = ">=2024.4.15"
 nox.options.sessions = ["tests"]
 nox.options.reuse_venv = "yes"
 # pip, not uv: pip's own configuration decides between a CPU and a CUDA build of the framework.
 nox.options.default_venv_backend = "virtualenv"
+
+keep_pip_here(os.environ)
 
 DEMO = Path("demo")
 QUESTIONS: dict[str, Any] = {
@@ -89,7 +96,7 @@ def locks(session: nox.Session) -> None:
         answers = [f"cuda_version={cuda}", f"framework={framework}", "python_version=3.10"]
         project = render(session, answers, Path(session.create_tmp()))
         session.run("nox", "-f", str(project / "noxfile.py"), "-s", "lock")
-        target = Path("<<cookiecutter.project_slug>>/locks", cuda)
+        target = TEMPLATE / "locks" / cuda
         target.mkdir(parents=True, exist_ok=True)
         for lock in (project / "locks").glob(f"{framework}-*.txt"):
             shutil.copy(lock, target)

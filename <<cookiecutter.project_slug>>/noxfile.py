@@ -9,14 +9,19 @@ import os
 import platform
 import shutil
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import nox
 from packaging.specifiers import SpecifierSet
 
+sys.path.insert(0, str(Path("scripts").resolve()))
+from build_horovod import keep_pip_here
+
 nox.needs_version = ">=2024.4.15"
 nox.options.default_venv_backend = "none"
 
+keep_pip_here(os.environ)
 VENV = Path(".venv").resolve()
 STAMP = VENV / "installed.sha256"
 RECIPE = Path("scripts/build_horovod.py")
@@ -33,7 +38,8 @@ BESIDE = [name for name in ("horovod", "compress", "slurm", "dev") if name in EX
 
 def fingerprint() -> str:
     """Names what .venv must hold: it changes when a reinstall is due."""
-    parts = [platform.python_version(), Path("pyproject.toml").read_text(), RECIPE.read_text()]
+    mpi = shutil.which("mpicxx") or ""  # once it is there, Horovod is built for it too
+    parts = [platform.python_version(), Path("pyproject.toml").read_text(), RECIPE.read_text(), mpi]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
@@ -56,10 +62,13 @@ def read(session: nox.Session, *arguments: str) -> str:
 
 
 def announce_download(session: nox.Session) -> None:
-    """Says so before pip downloads several gigabytes."""
+    """Says so before pip downloads several gigabytes; where it cannot tell, the installation will say why."""
     session.log("Asking pip which build of the framework it would install.")
-    report = read(session, "-m", "pip", "install", "--dry-run", "--quiet", "--report", "-", *PINS)
-    names = [item["metadata"]["name"] for item in json.loads(report)["install"]]
+    report, names = VENV / "download.json", []
+    ask = [str(VENV / "bin/pip"), "install", "--dry-run", "--quiet", "--report", str(report), *PINS]
+    session.run(*ask, silent=True, external=True, success_codes=range(256))
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        names = [item["metadata"]["name"] for item in json.loads(report.read_text(encoding="utf-8"))["install"]]
     cuda = [name for name in names if name.startswith(("cuda-", "nvidia-"))]
     if cuda:
         session.warn(
@@ -74,6 +83,8 @@ def install(session: nox.Session) -> None:
     session.run(sys.executable, "-m", "virtualenv", "--quiet", str(VENV), external=True)
     announce_download(session)
     run(session, "pip", "install", *PINS)
+    if not list(VENV.glob("lib/python*/site-packages/numpy")):
+        session.error(f"pip has not installed into {VENV}: '.venv/bin/pip config list' shows target, prefix or root.")
     wheel = read(session, str(RECIPE)).strip()
     # pip would keep a Horovod of the same version that was built for another framework.
     run(session, "pip", "install", "--quiet", "--force-reinstall", "--no-deps", wheel)

@@ -51,7 +51,7 @@ def wheel(python: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def cache(wheel: Path, tmp_path: Path) -> Path:
     """A cache that has the tools and the sdist, but no wheel."""
-    folder = tmp_path / "cache"
+    folder = tmp_path / "a cache"  # as in a home with a space
     folder.mkdir()
     home = wheel.parent.parent
     for known in [*home.glob("tools-*"), *home.glob("horovod-*.tar.gz")]:

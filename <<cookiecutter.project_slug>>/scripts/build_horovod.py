@@ -23,7 +23,7 @@ import sysconfig
 import tarfile
 import time
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib import metadata, util
@@ -90,6 +90,8 @@ class Edit:
 # fmt: off
 NEEDED = (  # or it does not compile, or does not run
     Edit(ROOT, "torch >= 2.14 needs C++20", r"CMAKE_CXX_STANDARD 1[47]\)", "CMAKE_CXX_STANDARD 20)"),
+    Edit(ROOT, "the cache's path may have a space",
+         r"(version-script=)(\$\{CMAKE_SOURCE_DIR\}/horovod\.lds)", r'\1\\"\2\\"'),
     Edit(TORCH, "torch >= 2.14 needs C++20", r"CMAKE_CXX_STANDARD 14\)", "CMAKE_CXX_STANDARD 20)"),
     Edit(TENSORFLOW, "one standard for all", r"CMAKE_CXX_STANDARD 17\)", "CMAKE_CXX_STANDARD 20)"),
     Edit(TENSORFLOW, "TensorFlow >= 2.19 moved the headers of XLA", r"^.*xla_mpi_ops\.cc.*\n", ""),
@@ -154,6 +156,13 @@ MPI_SETTINGS = {  # the same wishes to Open MPI 4 and 5: any user, any container
     "PRTE_MCA_hwloc_default_binding_policy": "none",
     "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
 }
+
+# Where pip installs, what it leaves out and what it passes to builds; where packages come from is the user's to say.
+DIVERTS = re.compile(
+    "PIP_(ABI|BUILD_OPTION|CONFIG_SETTINGS?|DEST|DRY_RUN|EDITABLE|GLOBAL_OPTION|GROUP|IGNORE_INSTALLED|IMPLEMENTATION"
+    "|NO_BUILD_ISOLATION|NO_DEPS|NO_DEPENDENCIES|PLATFORM|PREFIX|PYTHON|PYTHON_VERSION|QUIET|REPORT|REQUIREMENT"
+    "|REQUIRE_HASHES|REQUIRE_VIRTUALENV|ROOT|TARGET|USER|WHEEL_DIR)"
+)
 
 
 class Refusal(Exception):
@@ -235,6 +244,13 @@ def which(program: str) -> str:
     return shutil.which(program, path=os.pathsep.join(folders)) or ""
 
 
+def keep_pip_here(environment: MutableMapping[str, str]) -> None:
+    """Takes out of an environment what would send pip's packages elsewhere."""
+    for name in filter(DIVERTS.fullmatch, list(environment)):
+        del environment[name]
+    environment["PIP_USER"] = "0"  # also against a configuration file
+
+
 # What is here
 
 
@@ -313,8 +329,11 @@ def new_enough(one: Framework) -> Framework:
 
 def find_compiler() -> str:
     """The C++ compiler's command and version."""
-    command = os.environ.get("CXX") or "g++"
-    program = shlex.split(command)[0]
+    command = os.environ.get("CXX", "").strip() or "g++"
+    try:
+        program = shlex.split(command)[0]
+    except ValueError as error:
+        raise Refusal(f"CXX is {command!r}, which is no command ({error}): mend it, or unset it for g++.") from error
     if not shutil.which(program):
         raise Refusal(
             f"No C++ compiler: {program!r} was not found on PATH; "
@@ -375,7 +394,10 @@ def describe_cuda(toolkit: Path, frameworks: tuple[Framework, ...]) -> Cuda:
     folder, nccl = package_folder("nvidia.nccl"), installed_version(f"nvidia-nccl-cu{major}")
     if folder is None or not nccl:
         raise Refusal(f"No NCCL: nvidia-nccl-cu{major} is not installed; pip install it or pass --cuda off.")
-    return Cuda(str(toolkit), version, str(folder), nccl, os.environ.get("HOROVOD_BUILD_CUDA_CC_LIST", ""))
+    architectures = os.environ.get("HOROVOD_BUILD_CUDA_CC_LIST", "")
+    if not re.fullmatch(r"(\d+[a-z]?(,\d+[a-z]?)*)?", architectures):
+        raise Refusal(f"HOROVOD_BUILD_CUDA_CC_LIST is {architectures!r}, but must be numbers as in 80,90.")
+    return Cuda(str(toolkit), version, str(folder), nccl, architectures)
 
 
 def find_arch_flags() -> str:
@@ -510,16 +532,52 @@ class Workshop:
 
 
 def run_group(command: list[str], folder: Path, env: dict[str, str], log: int, timeout: int | None) -> int | None:
-    """Runs a program and returns its exit code, or None when its time is up; its children end with it."""
+    """Runs a program and returns its exit code, or None when its time is up; all that it started ends with it."""
     process = subprocess.Popen(command, cwd=folder, env=env, stdout=log, stderr=log, start_new_session=True)
+    guard, pipe = start_guard(process.pid)
     try:
         return process.wait(timeout)
     except subprocess.TimeoutExpired:
         return None
     finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+        os.close(pipe)
+        os.waitpid(guard, 0)
         process.wait()
+
+
+def start_guard(session: int) -> tuple[int, int]:
+    """Starts a process that ends a session when a pipe is closed: by us, or by the kernel where we are killed."""
+    ear, pipe = os.pipe()
+    guard = os.fork()
+    if guard == 0:
+        os.setsid()  # Ctrl-C is not for it
+        os.close(pipe)
+        os.read(ear, 1)
+        end_session(session)
+        os._exit(0)
+    os.close(ear)
+    return guard, pipe
+
+
+def end_session(session: int) -> None:
+    """Kills every process of a session: ninja gives each compiler a group of its own."""
+    with suppress(ProcessLookupError):
+        os.killpg(session, signal.SIGKILL)
+    while members := session_members(session):
+        for member in members:
+            with suppress(ProcessLookupError):
+                os.kill(member, signal.SIGKILL)
+        time.sleep(0.02)
+
+
+def session_members(session: int) -> list[int]:
+    """The processes of a session, as far as /proc tells; the dead that nobody has asked about are none."""
+    found = []
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            state, _, _, its, *_ = file.read_text(errors="replace").rpartition(")")[2].split()
+            found += [int(file.parent.name)] if its == str(session) and state not in "ZX" else []
+    return found
 
 
 def apply_edits(source: Path, edits: tuple[Edit, ...]) -> Path:
@@ -538,12 +596,13 @@ def build_environment(plan: Plan, tools: Path, work: Path, jobs: int) -> dict[st
     """The variables of a build: none of the user's may change what the key does not know."""
     drop = re.compile("(HOROVOD|CMAKE|RECIPE)_|(CFLAGS|CPPFLAGS|CXXFLAGS|LDFLAGS|MAKEFLAGS)$")
     mine = {name: value for name, value in os.environ.items() if not drop.match(name)}
+    keep_pip_here(mine)
     folders = [tools / "cmake/data/bin", tools / "bin", Path(sys.executable).parent]
     mine["PATH"] = os.pathsep.join([*map(str, folders), os.environ.get("PATH", os.defpath)])
     mine["PYTHONPATH"] = os.pathsep.join(filter(None, [str(tools), os.environ.get("PYTHONPATH")]))
     mine |= {"CMAKE_GENERATOR": "Ninja", "CMAKE_BUILD_PARALLEL_LEVEL": str(jobs), "CMAKE_POLICY_VERSION_MINIMUM": "3.5"}
     mine |= {"CXX": plan.compiler.partition("\n")[0], "LDFLAGS": "-s", "HOROVOD_BUILD_ARCH_FLAGS": plan.arch_flags}
-    mine |= dict.fromkeys(["CFLAGS", "CXXFLAGS"], f"-ffile-prefix-map={work}/=")  # no private paths in it
+    mine |= dict.fromkeys(["CFLAGS", "CXXFLAGS"], shlex.quote(f"-ffile-prefix-map={work}/="))  # no private paths in it
     mine |= {"CCACHE_BASEDIR": str(work), "CCACHE_NOHASHDIR": "1"}  # hits whatever the folder
     folders_of = {one.name: one for one in plan.frameworks}
     parts = {"PYTORCH": "torch" in folders_of, "TENSORFLOW": "tensorflow" in folders_of, "MXNET": False}
@@ -583,19 +642,43 @@ def locked(file: Path) -> Iterator[None]:
         yield
 
 
+def cache_folder() -> Path:
+    """Where the wheels are kept."""
+    standard = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "horovod-wheels"
+    try:
+        return Path(os.environ.get("HOROVOD_WHEEL_CACHE") or standard).expanduser().absolute()
+    except RuntimeError as error:
+        raise Refusal(f"No folder for the wheels ({error}): set HOROVOD_WHEEL_CACHE to one.") from error
+
+
+def make_folder(folder: Path) -> Path:
+    """Makes a wheel's folder in the cache, with the lock in it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "lock").open("a").close()
+    except OSError as error:
+        raise Refusal(f"{folder} cannot be written ({error.strerror}): set HOROVOD_WHEEL_CACHE to another.") from error
+    return folder
+
+
 def get_wheel(plan: Plan, force: bool, jobs: int | None) -> Path:
     """Takes the wheel from the cache, or builds it into the cache."""
-    standard = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "horovod-wheels"
-    home = Path(os.environ.get("HOROVOD_WHEEL_CACHE") or standard).expanduser().absolute()
+    home = cache_folder()
     folder = home / plan.key()
     ready = list(folder.glob("horovod-*.whl"))
     if ready and not force:
         return ready[0]
     workshop = Workshop(plan, home, check_means(jobs))
-    folder.mkdir(parents=True, exist_ok=True)
-    with locked(folder / "lock"):
+    with locked(make_folder(folder) / "lock"):
         ready = list(folder.glob("horovod-*.whl"))
         return ready[0] if ready and not force else workshop.build()
+
+
+def at_least_one(text: str) -> int:
+    """A number of compilers."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number from 1")
+    return int(text)
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -606,7 +689,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--frameworks", default="auto", help="torch, tensorflow or torch,tensorflow (installed ones)")
     parser.add_argument("--mpi", choices=("auto", "yes", "no"), default="auto", help="default: yes if it is found")
     parser.add_argument("--cuda", default="auto", metavar="auto|off|PATH", help="the CUDA toolkit (auto)")
-    parser.add_argument("--jobs", type=int, metavar="N", help="compilers at once (by cores and memory)")
+    parser.add_argument("--jobs", type=at_least_one, metavar="N", help="compilers at once (by cores and memory)")
     parser.add_argument("--force", action="store_true", help="build even if the wheel is in the cache")
     return parser.parse_args(arguments)
 
@@ -614,7 +697,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> int:
     """Prints the wheel's path, or the key."""
     options = parse(arguments)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the build cleans up
+    for number in (signal.SIGTERM, signal.SIGHUP):  # so that the build cleans up
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, lambda number, _: sys.exit(128 + number))
     try:
         plan = make_plan(options)
         print(
@@ -623,8 +708,12 @@ def main(arguments: list[str] | None = None) -> int:
             else deliver(get_wheel(plan, options.force, options.jobs), options.wheel_dir)
         )
         return 0
+    except KeyboardInterrupt:
+        say("interrupted")
+        return 130
     except (Refusal, Failure, OSError) as error:
-        say(str(error))
+        way = "; HOROVOD_WHEEL_CACHE names another folder for the build" if isinstance(error, OSError) else ""
+        say(f"{error}{way}")
         return 2 if isinstance(error, Refusal) else 1
 
 

@@ -2,6 +2,8 @@
 
 import importlib.util
 import re
+import signal
+import subprocess
 import sys
 import threading
 import time
@@ -11,6 +13,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from jobs import is_alive
 
 SCRIPT = Path(__file__).resolve().parents[1] / "scripts/build_horovod.py"
 
@@ -59,6 +62,38 @@ def test_no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     monkeypatch.setenv("CXX", "no-such-compiler")
     assert "'no-such-compiler' was not found on PATH; install one (Debian/Ubuntu: apt-get" in refusal(capsys)
     assert not (tmp_path / "cache").exists()
+
+
+@pytest.mark.parametrize("command", ["g++ 'open", 'g++ "'])
+def test_compiler_that_is_no_command(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(recipe, "find_compiler", FIND_COMPILER)
+    monkeypatch.setenv("CXX", command)
+    assert f"CXX is {command!r}, which is no command (No closing quotation): mend it" in refusal(capsys)
+
+
+@pytest.mark.parametrize("command", ["", " ", "\t "])
+def test_no_name_of_a_compiler_is_the_usual_one(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", command)
+    assert FIND_COMPILER().startswith("g++\n")
+
+
+def test_cache_that_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("HOROVOD_WHEEL_CACHE", str(tmp_path / "file/cache"))
+    assert "cannot be written (Not a directory): set HOROVOD_WHEEL_CACHE to another" in refusal(capsys, "--mpi", "no")
+    monkeypatch.setenv("HOROVOD_WHEEL_CACHE", "~no-such-user/cache")
+    assert "No folder for the wheels (" in refusal(capsys, "--mpi", "no")
+
+
+@pytest.mark.parametrize("jobs", ["0", "-3", "two"])
+def test_number_of_compilers(jobs: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        recipe.main([f"--jobs={jobs}"])
+    assert f"{jobs!r} must be a whole number from 1" in capsys.readouterr().err
 
 
 def test_no_mpi(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -135,7 +170,7 @@ def test_local_version() -> None:
 
 
 def test_environment_has_nothing_of_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("CXXFLAGS", "HOROVOD_WITHOUT_GLOO", "CMAKE_BUILD_TYPE", "MAKEFLAGS"):
+    for name in ("CXXFLAGS", "HOROVOD_WITHOUT_GLOO", "CMAKE_BUILD_TYPE", "MAKEFLAGS", "PIP_TARGET", "PIP_NO_DEPS"):
         monkeypatch.setenv(name, "theirs")
     made = recipe.build_environment(replace(PLAN, cuda=CUDA), Path("/tools"), Path("/work"), 3)
     assert "theirs" not in made.values()
@@ -172,6 +207,35 @@ def test_time_out_ends_the_children_too(tmp_path: Path) -> None:
     time.sleep(1)
     assert code is None
     assert not (tmp_path / "late").exists()
+
+
+CHILD = "import os, time; os.setpgid(0, 0); print(os.getpid(), flush=True); time.sleep(60)"
+STARTS_A_CHILD = f"import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', {CHILD!r}]); time.sleep(60)"
+RUNS_A_STAGE = """
+import os, sys
+sys.path.insert(0, sys.argv[1])
+import build_horovod
+from pathlib import Path
+build_horovod.make_plan = lambda options: sys.exit(
+    build_horovod.run_group([sys.executable, "-c", sys.argv[2]], Path("/"), dict(os.environ), 1, None)
+)
+sys.exit(build_horovod.main([]))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGKILL])
+def test_a_stopped_build_leaves_no_process(number: signal.Signals) -> None:
+    """Also not one in a group of its own, as ninja's compilers are."""
+    words = [sys.executable, "-c", RUNS_A_STAGE, str(SCRIPT.parent), STARTS_A_CHILD]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as build:
+        assert build.stdout
+        child = int(build.stdout.readline())
+        build.send_signal(number)
+        _, said = build.communicate(timeout=30)  # ends when nobody holds it: also not the guard
+        code = {signal.SIGKILL: -9, signal.SIGINT: 130}.get(number, 128 + number)
+        assert build.returncode == code
+        assert "Traceback" not in said
+    assert not is_alive(child)
 
 
 def test_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
