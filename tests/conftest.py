@@ -15,6 +15,11 @@ from cookiecutter.main import cookiecutter
 
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT_FOLDER = "<<cookiecutter.project_slug>>"
+sys.path.append(str(ROOT / PROJECT_FOLDER / "tests"))
+from needs import need  # noqa: E402
+from needs import pytest_runtest_setup as pytest_runtest_setup  # noqa: E402
+
+os.environ.pop("FORCE_COLOR", None)  # tests read what programs print
 QUESTIONS: dict[str, Any] = {
     key: value for key, value in json.loads((ROOT / "cookiecutter.json").read_text()).items() if not key.startswith("_")
 }
@@ -46,7 +51,8 @@ def render(template: Path, folder: Path, **answers: Any) -> Path:
 
 
 def run(*command: str | Path, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
-    """Runs a command and keeps what it prints."""
+    """Runs a command and keeps what it prints; ends the test where it is missing."""
+    need(str(command[0]))
     return subprocess.run([str(word) for word in command], cwd=cwd, capture_output=True, text=True)
 
 

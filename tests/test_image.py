@@ -15,9 +15,10 @@ from pathlib import Path
 
 import pytest
 from conftest import KNOW_AN_ENGINE, check, installable, run
+from needs import need
 from nox.project import load_toml
 
-NEEDS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="building images without an engine needs root")
+NEEDS_ROOT = pytest.mark.root  # for images without an engine
 BUILDAH = {"BUILDAH_ISOLATION": "chroot", "STORAGE_DRIVER": "overlay"}
 USER = "10001"
 BASE = "localhost/test-base"
@@ -26,6 +27,7 @@ CERTIFICATES = Path("/etc/ssl/certs/ca-certificates.crt")
 
 def buildah(*words: str | Path, fails: bool = False) -> str:
     """Runs buildah and gives what it printed."""
+    need("buildah")
     command = ["buildah", *map(str, words)]
     done = subprocess.run(command, env=os.environ | BUILDAH, capture_output=True, text=True)
     assert (done.returncode != 0) == fails, f"{command}\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
-from conftest import ROOT, render
+from conftest import ROOT, check, render
 from jsonschema import Draft202012Validator
 
 SCHEMA = Draft202012Validator(json.loads((ROOT / "tests/mpijob-v2beta1.json").read_text()))
@@ -76,7 +76,7 @@ def test_it_asks_the_image_for_what_it_has(project: Path) -> None:
 
 def test_its_key_is_taken_under_the_operators_names(project: Path, tmp_path: Path) -> None:
     """The operator mounts id_rsa, id_rsa.pub and authorized_keys, whatever kind of key it is."""
-    subprocess.run(["ssh-keygen", "-q", "-t", "ecdsa", "-N", "", "-f", tmp_path / "id_rsa"], check=True)
+    check("ssh-keygen", "-q", "-t", "ecdsa", "-N", "", "-f", tmp_path / "id_rsa")
     script = (project / "docker/entrypoint.sh").read_text().replace("/tmp/ssh", str(tmp_path / "ssh"))
     (tmp_path / "entry.sh").write_text(script)
     ask = "import os; print(os.environ['OMPI_MCA_plm_rsh_args'])"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from conftest import check, nox
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(os.geteuid() != 0, reason="hosts in namespaces need root")]
+pytestmark = [pytest.mark.slow, pytest.mark.root, pytest.mark.needs("ip", "sshd", "tc")]
 
 
 def site_packages(python: Path) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from conftest import HARD_ANSWERS, check, nox, render
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(os.geteuid() != 0, reason="Slurm's daemons need root")]
+pytestmark = [pytest.mark.slow, pytest.mark.root, pytest.mark.needs("munged", "sbatch", "slurmctld", "slurmd")]
 
 CONF = """
 ClusterName=two
@@ -79,7 +79,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]
         for words in daemons:
             log = cleaning.enter_context((folder / f"{words[0]}-{words[-1]}.log".replace("/", "_")).open("w"))
             path = shutil.which(words[0], path=f"/usr/sbin:{os.environ['PATH']}")
-            assert path, f"this test needs {words[0]}: apt-get install slurmctld slurmd slurm-client munge"
+            assert path
             daemon = subprocess.Popen([path, *words[1:]], env=environment, stdout=log, stderr=log)
             cleaning.callback(daemon.wait)
             cleaning.callback(daemon.terminate)

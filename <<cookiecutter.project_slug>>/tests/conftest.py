@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 from jobs import ENGINES, SINGLE, start_job
+from needs import pytest_runtest_setup as pytest_runtest_setup
 
 os.environ |= SINGLE
+os.environ.pop("FORCE_COLOR", None)  # tests read what programs print
 
 Job = Callable[..., subprocess.CompletedProcess[str]]
 

@@ -4,8 +4,6 @@ All are on one switch and share this machine's files. What is planted on a host 
 limit) is gone with it.
 """
 
-import os
-import shutil
 import subprocess
 import time
 from pathlib import Path
@@ -13,8 +11,9 @@ from typing import Any
 
 import pytest
 from jobs import ROOT, environment
+from needs import need
 
-NEEDS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root")
+NEEDS_ROOT = pytest.mark.root
 
 SUBNET, DECOY = "10.77.0", "192.168.50"  # the first three numbers of addresses; the fourth is the host's
 DOCKER = "172.17.0.1/16"
@@ -172,7 +171,7 @@ class Hosts:
 
     def _write_files(self) -> None:
         folder, names = self.folder, self.names
-        assert shutil.which("sshd", path="/usr/sbin"), "these tests need an sshd: apt-get install openssh-server"
+        need("ip", "nsenter", "ps", "ssh", "ssh-keygen", "sshd", "tc")
         for key in ("key", *(f"{name}.key" for name in names)):
             subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / key], check=True)
         (folder / "config").write_text(SSH_CONFIG.format(folder=folder))

@@ -139,7 +139,7 @@ def test_lineage(store: Store) -> None:
     assert publish(elsewhere, 30).meta["parent"] == str(first.folder.resolve())
 
 
-@pytest.mark.skipif(shutil.which("git") is None, reason="an image has no git")
+@pytest.mark.needs("git")
 def test_describe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     git = ["git", "-C", str(tmp_path), "-c", "user.name=t", "-c", "user.email=t@localhost"]
     monkeypatch.setattr(module, "__file__", str(tmp_path / "checkpoint.py"))
@@ -280,6 +280,7 @@ def test_a_reader_beside_a_writer_always_finds_a_good_one(fast: Store) -> None:
 # Disks
 
 
+@pytest.mark.root
 def test_a_full_disk_keeps_the_old_ones_and_recovers(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", megabytes=4) as disk:
         store = Store(disk / "checkpoints")
@@ -300,6 +301,7 @@ def test_a_full_disk_keeps_the_old_ones_and_recovers(tmp_path: Path) -> None:
         assert steps(store) == [10, 20]
 
 
+@pytest.mark.root
 def test_a_full_disk_is_known_under_other_exceptions(tmp_path: Path) -> None:
     """Safetensors, torch and TensorFlow raise exceptions of their own when a disk is full."""
 
@@ -319,6 +321,7 @@ def test_a_full_disk_is_known_under_other_exceptions(tmp_path: Path) -> None:
         publish(Store(tmp_path / "checkpoints"), 10, write=write_rust)
 
 
+@pytest.mark.root
 def test_a_read_only_disk(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", megabytes=4) as disk:
         store = Store(disk / "checkpoints")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from jobs import PACKAGE, ROOT, current_engine, read_lines, start_job, values, wait_for_process, wait_for_training
 from namespaces import NEEDS_ROOT, Hosts
-from test_launch import TRANSPORTS, expect, one_a_line, versioned
+from test_launch import NEEDS_MPI, TRANSPORTS, expect, one_a_line, versioned
 
 pytestmark = [pytest.mark.slow, pytest.mark.alone, NEEDS_ROOT]
 
@@ -70,7 +70,7 @@ def test_a_dry_run_is_the_reviewed_command(hosts: Hosts, transport: str, script:
     expect(f"hosts-{versioned(transport)}.txt", one_a_line(said.replace(str(hosts.folder), "KEYS")))
 
 
-@pytest.mark.skipif("mpi" not in TRANSPORTS, reason="needs MPI")
+@NEEDS_MPI
 def test_a_dry_run_over_mpi_is_a_command_to_copy(hosts: Hosts) -> None:
     """And what would not stop the job is said beside it."""
     options = ["-H", "node1,node2", "--transport", "mpi", "--dry-run", "--command", "--", "hostname"]

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from jobs import PACKAGE, ROOT, environment
+from needs import HOROVOD_MPI
 
 from << cookiecutter.package_name >> import launch
 from << cookiecutter.package_name >>.elastic import Limits, Pool
@@ -37,7 +38,9 @@ from << cookiecutter.package_name >>.transport import (
     plan_gloo,
 )
 
-TRANSPORTS = ["gloo", "mpi"] if horovod_has_mpi() and mpi_version() else ["gloo"]
+HAS_MPI = horovod_has_mpi() and mpi_version()
+NEEDS_MPI = pytest.mark.needs(*([] if HAS_MPI else [HOROVOD_MPI]))
+TRANSPORTS = ["gloo", "mpi"] if HAS_MPI else ["gloo", pytest.param("mpi", marks=NEEDS_MPI)]
 EXPECTED = Path(__file__).parent / "expected"
 HOSTS = [Host("a.example", 2), Host("b.example", 1)]
 CARDS = {"a.example": Interface("eth0", "10.0.0.1", 24), "b.example": Interface("eth0", "10.0.0.2", 24)}

@@ -153,6 +153,7 @@ def test_from_a_named_step_it_ends_with_the_same_bits(tmp_path: Path) -> None:
     assert hashes(newest(run)) != whole
 
 
+@pytest.mark.root
 def test_a_last_checkpoint_that_fails_fails_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = train_here(tmp_path / "run", "epochs=1")
     with mounted(tmp_path / "small", "2m") as disk:
@@ -173,6 +174,7 @@ def test_an_asynchronous_checkpoint_is_the_synchronous_one(tmp_path: Path) -> No
     assert hashes(both[0][0]) != hashes(both[0][-1])
 
 
+@pytest.mark.root
 @each_engine
 @pytest.mark.slow
 def test_a_full_disk_does_not_end_the_training(tmp_path: Path) -> None:

@@ -150,6 +150,7 @@ def test_it_says_how_long_training_stood_still(store: Store, caplog: pytest.LogC
     assert "MB/s" in caplog.text
 
 
+@pytest.mark.root
 def test_a_full_disk_does_not_end_the_training(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with small_disk(tmp_path / "disk", megabytes=4) as disk:
         store = Store(disk / "checkpoints")

@@ -101,6 +101,7 @@ def test_a_launcher_that_is_killed_leaves_nothing_behind(tmp_path: Path, transpo
             time.sleep(0.1)
 
 
+@pytest.mark.needs("ps")
 @each_transport
 def test_no_value_of_the_environment_is_on_a_command_line(
     tmp_path: Path, transport: str, monkeypatch: pytest.MonkeyPatch

@@ -184,10 +184,9 @@ def test_a_rank_that_does_not_come_ends_the_job() -> None:
     assert "stall" in (result.stdout + result.stderr).lower()
 
 
+@pytest.mark.root
 def test_gloo_takes_the_network_that_it_is_told() -> None:
     """Also where the host's name has no address, as in some containers; Horovod's own build crashes there."""
-    if os.geteuid() != 0:
-        pytest.skip("giving this test a host name of its own needs root")
     ranks = launched(2, sys.executable, str(RANKS / "talk.py"))
     command = ["unshare", "--uts", "bash", "-c", f"hostname nameless && {shlex.join(ranks)}"]
     result = subprocess.run(command, env=environment(), text=True, capture_output=True, timeout=120, check=False)
@@ -219,6 +218,7 @@ def test_a_batch_smaller_than_the_ranks(job: Job) -> None:
     assert result.stdout.count("error: the global batch of 1 is smaller than 2") == 1
 
 
+@pytest.mark.root
 @each_engine
 def test_a_full_disk_ends_the_job(job: Job, tmp_path: Path) -> None:
     with mounted(tmp_path / "disk", "300k") as disk:
