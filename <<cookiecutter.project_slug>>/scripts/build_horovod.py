@@ -75,6 +75,179 @@ inline GpuStreamHandle AsGpuStreamValue(Stream* stream) {
 } // namespace gpu
 } // namespace stream_executor
 """
+TOKEN_HEADER = """\
+static std::vector<std::string> TokenHeader() {
+  auto token = std::getenv("HOROVOD_GLOO_TOKEN");
+  return token ? std::vector<std::string>{std::string("Job-Token: ") + token} : std::vector<std::string>{};
+}
+
+"""
+# With HOROVOD_GLOO_KEY both ends of a connection prove that they know it before either takes the other for its peer:
+# the caller sends a nonce, the listener a nonce and its proof of both, the caller its own proof. Others are hung up on.
+PAIR_MEMBERS = r"""\g<0>
+  struct Caller {
+    int fd = -1;
+    std::array<uint64_t, 6> words{}; // two nonces of two words each, the listener's proof, the caller's proof
+    size_t heard = 0; // bytes of the message that is awaited
+    bool greeted = false; // this side has sent its first message
+  };
+  static std::vector<uint64_t> readKey();
+  static int hear(Caller& caller, size_t first, size_t count);
+  static bool tell(Caller& caller, size_t first, size_t count);
+  uint64_t proof(uint64_t role, const Caller& caller) const;
+  int judge(Caller& caller);
+  void letIn();
+  bool introduce();
+  void dialAgain();
+  void hangUp(size_t keep);
+  const std::vector<uint64_t> key_ = readKey(); // two words, or none
+  std::deque<Caller> callers_; // who has called and is no peer yet
+  Caller own_; // this side as a caller
+"""
+PAIR_PROOF = r"""
+constexpr size_t kCallers = 16; // that may be silent at a time: one more, and the first one is hung up on
+
+std::vector<uint64_t> Pair::readKey() {
+  auto text = std::getenv("HOROVOD_GLOO_KEY");
+  std::string digits(text ? text : "");
+  if (digits.empty()) {
+    return {};
+  }
+  GLOO_ENFORCE_EQ(digits.size(), 32u, "HOROVOD_GLOO_KEY must have 32 hexadecimal digits");
+  return {std::stoull(digits.substr(0, 16), nullptr, 16), std::stoull(digits.substr(16), nullptr, 16)};
+}
+
+// SipHash-2-4 of the role and both nonces.
+uint64_t Pair::proof(uint64_t role, const Caller& caller) const {
+  uint64_t a = key_[0] ^ 0x736f6d6570736575, b = key_[1] ^ 0x646f72616e646f6d;
+  uint64_t c = key_[0] ^ 0x6c7967656e657261, d = key_[1] ^ 0x7465646279746573;
+  auto mix = [&](int rounds) {
+    while (rounds-- > 0) {
+      a += b, b = std::rotl(b, 13) ^ a, a = std::rotl(a, 32);
+      c += d, d = std::rotl(d, 16) ^ c;
+      a += d, d = std::rotl(d, 21) ^ a;
+      c += b, b = std::rotl(b, 17) ^ c, c = std::rotl(c, 32);
+    }
+  };
+  const auto& words = caller.words;
+  const uint64_t length = 40 * 0x100000000000000; // of the message in bytes, as the last byte of the last word
+  for (auto word : {role, words[0], words[1], words[2], words[3], length}) {
+    d ^= word;
+    mix(2);
+    a ^= word;
+  }
+  c ^= 0xff;
+  mix(4);
+  return a ^ b ^ c ^ d;
+}
+
+// 1 once so many words are here, 0 while they are not, -1 if the other side is gone.
+int Pair::hear(Caller& caller, size_t first, size_t count) {
+  auto into = reinterpret_cast<char*>(&caller.words[first]);
+  auto rv = ::recv(caller.fd, into + caller.heard, count * 8 - caller.heard, MSG_DONTWAIT);
+  if (rv == 0 || (rv == -1 && errno != EAGAIN && errno != EINTR)) {
+    return -1;
+  }
+  caller.heard += std::max<ssize_t>(rv, 0);
+  return caller.heard == count * 8;
+}
+
+bool Pair::tell(Caller& caller, size_t first, size_t count) {
+  caller.greeted = true;
+  caller.heard = 0;
+  return ::send(caller.fd, &caller.words[first], count * 8, MSG_DONTWAIT | MSG_NOSIGNAL) == ssize_t(count * 8);
+}
+
+// 1 for the peer, 0 as long as it may be, -1 for anyone else.
+int Pair::judge(Caller& caller) {
+  int heard = 1;
+  if (!caller.greeted && (heard = hear(caller, 0, 2)) == 1) {
+    GLOO_ENFORCE_EQ(getrandom(&caller.words[2], 16, 0), 16);
+    caller.words[4] = proof('l', caller);
+    heard = tell(caller, 2, 3) ? 1 : -1;
+  }
+  if (heard != 1 || (heard = hear(caller, 5, 1)) != 1) {
+    return heard;
+  }
+  return caller.words[5] == proof('c', caller) ? 1 : -1;
+}
+
+// Takes the next caller from the queue, hears all that wait, and connects with the one that is the peer.
+void Pair::letIn() {
+  auto fd = accept4(fd_, nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC);
+  auto full = fd == FD_INVALID && (errno == EMFILE || errno == ENFILE);
+  if (fd != FD_INVALID) {
+    callers_.emplace_back();
+    callers_.back().fd = fd;
+    device_->registerDescriptor(fd, EPOLLIN, this);
+  }
+  for (auto waiting = callers_.size(); waiting > 0; waiting--) {
+    auto caller = callers_.front();
+    callers_.pop_front();
+    auto verdict = judge(caller);
+    if (verdict == 0) {
+      callers_.push_back(caller);
+      continue;
+    }
+    auto closed = verdict == 1 ? std::exchange(fd_, caller.fd) : caller.fd;
+    device_->unregisterDescriptor(closed, this);
+    ::close(closed);
+    if (verdict == 1) {
+      handleConnected();
+      return;
+    }
+  }
+  hangUp(full ? 0 : kCallers);
+}
+
+// The caller's part; whether all is proven.
+bool Pair::introduce() {
+  if (!own_.greeted) {
+    own_.fd = fd_;
+    GLOO_ENFORCE_EQ(getrandom(&own_.words[0], 16, 0), 16);
+    tell(own_, 0, 2); // if this fails, so will the next step
+    device_->registerDescriptor(fd_, EPOLLIN, this);
+    return false;
+  }
+  auto heard = hear(own_, 2, 3);
+  if (heard == 1 && own_.words[4] != proof('l', own_)) {
+    signalException(GLOO_ERROR_MSG(peer_.str(), " does not know the job's key"));
+    return false;
+  }
+  if (heard == 1) {
+    own_.words[5] = proof('c', own_);
+    heard = tell(own_, 5, 1) ? 1 : -1;
+  }
+  if (heard == -1) {
+    dialAgain();
+  }
+  return heard == 1;
+}
+
+// Others have called the peer, too many at a time.
+void Pair::dialAgain() {
+  const auto& address = peer_.getSockaddr();
+  device_->unregisterDescriptor(fd_, this);
+  ::close(fd_);
+  own_ = Caller();
+  fd_ = socket(address.ss_family, SOCK_STREAM | SOCK_NONBLOCK, 0);
+  GLOO_ENFORCE_NE(fd_, -1, "socket: ", strerror(errno));
+  auto failed = ::connect(fd_, (const sockaddr*)&address, sizeof(address)) == -1 && errno != EINPROGRESS;
+  device_->registerDescriptor(fd_, EPOLLIN | EPOLLOUT, this);
+  if (failed) {
+    signalException(GLOO_ERROR_MSG("connect ", peer_.str(), ": nobody listens any more"));
+  }
+}
+
+// On those that have waited longest, until so many are left.
+void Pair::hangUp(size_t keep) {
+  for (; callers_.size() > keep; callers_.pop_front()) {
+    device_->unregisterDescriptor(callers_.front().fd, this);
+    ::close(callers_.front().fd);
+  }
+}
+
+\g<0>"""
 
 
 @dataclass(frozen=True)
@@ -88,6 +261,20 @@ class Edit:
 
 
 # fmt: off
+PAIR_CHANGES = (
+    ("pair.h", (r"^#include <atomic>$", "#include <array>\n\\g<0>")),
+    ("pair.h", (r"^  bool is_client_;$", PAIR_MEMBERS)),
+    ("pair.cc", (r"^#include <errno\.h>$", "#include <bit>\n#include <utility>\n\\g<0>\n#include <sys/random.h>")),
+    ("pair.cc", (r"^Pair::Pair\($", PAIR_PROOF)),
+    ("pair.cc", (r"attr\.ai_socktype, attr", "attr.ai_socktype | (key_.empty() ? 0 : SOCK_NONBLOCK), attr")),
+    ("pair.cc", (r"^  // First destroy listening socket\.$", "\\g<0>\n  hangUp(0);")),
+    ("pair.cc", (r"GLOO_ENFORCE_LE\(state_, CONNECTED\);", "if (state_ == CLOSED) {\n    return;\n  }")),
+    ("pair.cc", (r"^void Pair::handleListening\(\) \{$",
+                 "\\g<0>\n  if (!key_.empty()) {\n    letIn();\n    return;\n  }")),
+    ("pair.cc", (r"optval != 0(\) \{(?:.*\n){5})",
+                 "optval != 0 && !own_.greeted\\1  if (!key_.empty() && !introduce()) {\n    return;\n  }\n")),
+    ("pair.cc", (r"^  state_ = nextState;$", "  if (nextState >= CONNECTED) {\n    hangUp(0);\n  }\n\\g<0>")),
+)
 NEEDED = (  # or it does not compile, or does not run
     Edit(ROOT, "torch >= 2.14 needs C++20", r"CMAKE_CXX_STANDARD 1[47]\)", "CMAKE_CXX_STANDARD 20)"),
     Edit(ROOT, "the cache's path may have a space",
@@ -112,6 +299,12 @@ NEEDED = (  # or it does not compile, or does not run
          r"GLOO_ENFORCE_NE\(rv, -1\);",
          'GLOO_ENFORCE_EQ(rv, 0, "no address for ", attr.hostname, ": ", gai_strerror(rv));'),
     Edit("setup.py", "nothing in it imports cffi", r"require_list\.append\('cffi>=1\.4\.0'\)", "pass"),
+    Edit("horovod/common/gloo/http_store.cc", "whoever found the port of the rendezvous could join the job",
+         r"^void HTTPStore::Finalize\(\)", rf"{TOKEN_HEADER}\g<0>"),
+    Edit("horovod/common/gloo/http_store.cc", "whoever found the port of the rendezvous could join the job",
+         r"request\.send\(method, body\)", "request.send(method, body, TokenHeader())"),
+    *(Edit(f"third_party/gloo/gloo/transport/tcp/{file}", "whoever called first was taken for the other rank", *change)
+      for file, change in PAIR_CHANGES),
 )
 QUICK = (  # and small, at the same optimisation level
     Edit(ROOT, "debug information is most of the plain wheel", r'"-O2" "-O3"', '"-O2 -g" "-O3"'),

@@ -36,6 +36,7 @@ SETTINGS: tuple[tuple[str, str, Callable[[Any], object]], ...] = (
     ("timeline", "HOROVOD_TIMELINE", str),
     ("stall_check_s", "HOROVOD_STALL_CHECK_TIME_SECONDS", int),
     ("stall_shutdown_s", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", int),
+    ("stall_shutdown_s", "HOROVOD_GLOO_TIMEOUT_SECONDS", lambda value: max(30, int(value)) if value else 30 * 86400),
 )
 
 

@@ -28,17 +28,18 @@ from .hosts import Host, allot, parse_hosts, parse_lines, read_hosts
 from .network import Network, is_here, parse_subnet
 from .preemption import EXIT_CODE as PREEMPTED
 from .probe import count_gpus
+from .rendezvous import Rendezvous
 from .ssh import port_number, ssh_command
 from .supervise import Failure, Job, announce
 from .transport import (
     LOCAL,
     NAME_IT,
-    Rendezvous,
     Start,
     choose_transport,
     common_card,
     mpi_version,
     mpirun_command,
+    open_rendezvous,
     own_address,
     plan_gloo,
     plan_mpi,
@@ -306,13 +307,12 @@ class Launcher:
         """Start a job."""
         start = self.start(hosts)
         if self.transport == "mpi":
-            parts = plan_mpi(start, mpi_version() or 4)
-        else:
-            if self._rendezvous is not None:  # a new one, at which nothing of an earlier start can call
-                self._rendezvous.stop()
-            self._rendezvous = Rendezvous(start)
-            parts = plan_gloo(start, own_address(start), self._rendezvous.port)
-        return Job(parts, os.getcwd(), self.options.grace)
+            return Job(plan_mpi(start, mpi_version() or 4), os.getcwd(), self.options.grace)
+        if self._rendezvous is not None:  # a new one, at which nothing of an earlier start can call
+            self._rendezvous.stop()
+        self._rendezvous = meeting = open_rendezvous(start)
+        parts = plan_gloo(start, meeting.address, meeting.port, meeting.secrets)
+        return Job(parts, os.getcwd(), self.options.grace, meeting.absent)
 
     def fault(self, host: Host, known: bool) -> str:
         """Why a host cannot be used now; nothing if it can. One that is `known` to be fit need only answer."""

@@ -26,12 +26,16 @@ from .preemption import EXIT_CODE as PREEMPTED
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 ALIVE_EVERY_S = 2.0
 SETTLE_S = 1.0  # after a first failure, for the others to say what they have to say
+GIVE_UP_S = 5.0  # after a rank has waited in vain, for the others to give up too: who stays is the one that was missed
 STOP_S = 10.0  # for the agents to end their processes
 
 _REPORT = re.compile(MARK.encode() + rb'(\["[^"\n]*", \d+\])\n')
 # What mpirun says of the first rank that failed, in Open MPI 4 and 5.
 _MPI_EXIT = re.compile(rb"Process name: \[.*,(\d+)\]\s+Exit code: +(\d+)")
 _MPI_SIGNAL = re.compile(rb"process rank (\d+) with PID \d+ on node \S+ exited\s+on\s+signal (\d+)")
+# What Gloo says when its time limit is over.
+_IN_VAIN = re.compile(rb"gloo\S+\d\] (Timed out waiting|Connect timeout|Read timeout|Application timeout|Wait timeout)")
+_FOLLOWS = (FAILURE, 128 + signal.SIGABRT)  # how a rank ends because of another one
 
 
 @dataclass(frozen=True)
@@ -71,6 +75,7 @@ class _Link:
         self.part = part
         self.codes: dict[str, int] = {}  # of the processes that have ended, in the order of their ends
         self.first: tuple[int, int] | None = None  # the rank that failed first, and its code, as mpirun says
+        self.gave_up = False  # a rank here has waited for another one in vain
         self._process = subprocess.Popen(
             part.start, stdin=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True, bufsize=0
         )
@@ -112,6 +117,7 @@ class _Link:
             recent = (recent + text)[-4000:]
             if self.first is None:
                 self.first = _first_of_mpi(recent)
+            self.gave_up = self.gave_up or _IN_VAIN.search(recent) is not None
             with suppress(OSError):
                 os.write(2, text)
 
@@ -134,10 +140,20 @@ def _first_of_mpi(text: bytes) -> tuple[int, int] | None:
 
 
 class Job:
-    """The ranks of one start. `grace_s` is how long they may take to save when they are told to stop."""
+    """The ranks of one start.
 
-    def __init__(self, parts: list[Part], folder: str, grace_s: float) -> None:
+    Args:
+        parts: What each host does.
+        folder: Where the ranks run.
+        grace_s: How long they may take to save when they are told to stop.
+        absent: The ranks that others wait for since the start.
+    """
+
+    def __init__(
+        self, parts: list[Part], folder: str, grace_s: float, absent: Callable[[], list[int]] = list[int]
+    ) -> None:
         self._grace_s = grace_s
+        self._absent = absent
         self._deadline = float("inf")
         self._told = False
         self.signalled = False  # told to stop from outside
@@ -178,15 +194,16 @@ class Job:
                 failure = self._lost_host()
                 if failure:
                     return failure
-                failure = self._failed_rank()
+                failure = self._fault()
                 if failure and failure.code != PREEMPTED:
-                    self._deadline = min(self._deadline, time.monotonic() + SETTLE_S)
+                    settle = GIVE_UP_S if any(link.gave_up for link in self._links) else SETTLE_S
+                    self._deadline = min(self._deadline, time.monotonic() + settle)
                 elif failure:
                     self._deadline = min(self._deadline, time.monotonic() + self._grace_s)
             if time.monotonic() > self._deadline:
                 late = f"the ranks did not end within {self._grace_s:g} s after they were told to save and stop"
-                return self._failed_rank() or Failure(f"{late}: give them more with --grace", FAILURE)
-        return self._failed_rank()
+                return self._fault() or Failure(f"{late}: give them more with --grace", FAILURE)
+        return self._fault()
 
     def _say_alive(self) -> None:
         if time.monotonic() - self._alive_at > ALIVE_EVERY_S:
@@ -215,6 +232,41 @@ class Job:
         if self._told and code == 128 + signal.SIGUSR1:  # before it could listen: there was nothing to save
             code = PREEMPTED
         return Failure(f"{name} on host {host} ended with code {code}", code, host)
+
+    def _fault(self) -> Failure | None:
+        """What has gone wrong, by the rank that is to blame: others may have failed because they missed it."""
+        failure = self._failed_rank()
+        if failure and failure.code not in _FOLLOWS:
+            return failure
+        absent = {f"rank {rank}" for rank in self._absent()}
+        if failure and (late := self._missed(absent)):
+            return late
+        left = [place for name, place in self._with_code(0).items() if failure or name in absent]
+        if left and failure:
+            return Failure(f"{' and '.join(left)} had ended with code 0 when {failure.sentence}", failure.code)
+        if left:
+            return Failure(f"{' and '.join(left)} ended with code 0 before it had joined the others", FAILURE)
+        return failure
+
+    def _missed(self, absent: set[str]) -> Failure | None:
+        """The ranks that still run when the others have given up waiting."""
+        missed = self._with_code(None)
+        if not missed or not any(link.gave_up for link in self._links):
+            return None
+        late = [place for name, place in missed.items() if name in absent]
+        what = "did not join the others in time" if late else "was silent for longer than the others wait"
+        sentence = f"{' and '.join(late or missed.values())} {what}"
+        host = next(link.part.host for link in self._links if not link.finished())
+        return Failure(f"{sentence}: see what it is doing, or raise horovod.stall_shutdown_s", FAILURE, host)
+
+    def _with_code(self, code: int | None) -> dict[str, str]:
+        """The processes that ended with this code, or still run, with their places."""
+        return {
+            process.name: f"{process.name} on host {link.part.host}"
+            for link in self._links
+            for process in link.part.processes
+            if link.codes.get(process.name) == code
+        }
 
     def _stop(self) -> None:
         deadline = time.monotonic() + STOP_S

@@ -12,19 +12,22 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from types import MappingProxyType
 
 from . import agent
 from .errors import UserError
 from .hosts import Host
 from .network import Network, is_here, own_interfaces
+from .rendezvous import Rendezvous
 from .ssh import remote, ssh_arguments, ssh_command
 from .supervise import Part, Process
 
 LOCAL = "localhost"
+GLOO_TIMEOUT_S = 300  # as horovod.stall_shutdown_s, for commands that do not read it; Gloo's own 30 s end healthy jobs
 NAME_IT = "give hosts by their names, or use --transport gloo"
 # ssh itself notices within 20 s that a link is cut.
 WATCH = ("-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3")
@@ -108,11 +111,16 @@ def horovod_has_mpi() -> bool:
     Raises:
         UserError: if Horovod is not installed.
     """
+    return _horovod_names(b"libmpi.so")
+
+
+def _horovod_names(text: bytes) -> bool:
+    """Whether a text stands in Horovod's library."""
     spec = find_spec("horovod")
     if spec is None or not spec.submodule_search_locations:
         raise UserError(f"Horovod is not installed for {sys.executable}: run 'nox -s train' once")
     libraries = Path(spec.submodule_search_locations[0]).glob("*/mpi_lib*.so")
-    return any(b"libmpi.so" in library.read_bytes() for library in libraries)
+    return any(text in library.read_bytes() for library in libraries)
 
 
 def choose_transport(wanted: str, hosts: Sequence[Host] = ()) -> str:
@@ -188,16 +196,16 @@ def common_card(network: Network | None) -> dict[str, str]:
     return {"NCCL_SOCKET_IFNAME": f"={cards.pop()}"}
 
 
-def plan_gloo(start: Start, address: str, port: int) -> list[Part]:
-    """Every rank by itself; they meet at the rendezvous server that this process holds."""
+def plan_gloo(start: Start, address: str, port: int, secrets: Mapping[str, str] = MappingProxyType({})) -> list[Part]:
+    """Every rank by itself; they meet at the store that this process holds, and know its secrets (variables)."""
     seats = start.seats()
     return [
-        _part(start, host, ranks, [_gloo_rank(start, seats[rank], address, port) for rank in ranks])
+        _part(start, host, ranks, [_gloo_rank(start, seats[rank], address, port, secrets) for rank in ranks])
         for host, ranks in start.placed()
     ]
 
 
-def _gloo_rank(start: Start, seat: Seat, address: str, port: int) -> Process:
+def _gloo_rank(start: Start, seat: Seat, address: str, port: int, secrets: Mapping[str, str]) -> Process:
     card = start.network.interfaces[seat.hostname].name if start.network else "lo"
     where = {
         **{name.upper(): value for name, value in asdict(seat).items()},
@@ -206,11 +214,12 @@ def _gloo_rank(start: Start, seat: Seat, address: str, port: int) -> Process:
         "GLOO_IFACE": card,
         "GLOO_RENDEZVOUS_ADDR": address,
         "GLOO_RENDEZVOUS_PORT": port,
+        "GLOO_TIMEOUT_SECONDS": os.environ.get("HOROVOD_GLOO_TIMEOUT_SECONDS", GLOO_TIMEOUT_S),
     }
     environment = {f"HOROVOD_{name}": str(value) for name, value in where.items()} | {"PYTHONUNBUFFERED": "1"}
     if start.network and "NCCL_SOCKET_IFNAME" not in os.environ:
         environment["NCCL_SOCKET_IFNAME"] = f"={card}"
-    return Process(f"rank {seat.rank}", start.command, environment)
+    return Process(f"rank {seat.rank}", start.command, {**environment, **secrets})
 
 
 def own_address(start: Start) -> str:
@@ -221,20 +230,20 @@ def own_address(start: Start) -> str:
     return next(item.address for item in own_interfaces() if ipaddress.ip_address(item.address) in subnet)
 
 
-class Rendezvous:
-    """Horovod's own server, at which the ranks of a job learn each other's addresses; `port` is where."""
+def open_rendezvous(start: Start) -> Rendezvous:
+    """The store at which the ranks of a job learn each other's addresses: at the address where they reach this host.
 
-    def __init__(self, start: Start) -> None:
-        from horovod.runner.common.util.hosts import SlotInfo  # these import no framework
-        from horovod.runner.http.http_server import RendezvousServer
-
-        self._server = RendezvousServer()
-        self.port = int(self._server.start())
-        self._server.init([SlotInfo(**asdict(seat)) for seat in start.seats()])
-
-    def stop(self) -> None:
-        """Give the port back."""
-        self._server.stop()
+    Raises:
+        UserError: if the ranks' Horovod would let anyone take part.
+    """
+    if not _horovod_names(b"HOROVOD_GLOO_KEY"):
+        raise UserError(
+            "the Horovod that is installed would let strangers take part in a job over Gloo: build it again with"
+            " 'python scripts/build_horovod.py' and install the wheel that it prints, or use --transport mpi"
+        )
+    seats = start.seats()
+    scopes = {f"local_{seat.hostname}" for seat in seats} | {f"cross_{seat.local_rank}" for seat in seats}
+    return Rendezvous(own_address(start), start.size, {"global", *scopes})
 
 
 def _part(start: Start, host: Host, ranks: range, processes: list[Process]) -> Part:
