@@ -170,6 +170,7 @@ def test_what_is_refused(options: list[str], sentence: str) -> None:
     assert done.stderr.count("\n") == 1
 
 
+@pytest.mark.needs("ssh")
 @pytest.mark.parametrize("more", [[], ["--no-check"]])
 def test_a_host_that_does_not_answer_is_named(more: list[str]) -> None:
     command = ["launch/local.sh", "--transport", "gloo", "-H", "localhost,no-such-host.invalid", *more]
