@@ -280,7 +280,8 @@ def test_the_command_ends_on_a_fifo(run: Path) -> None:
     file = run / "checkpoints" / "step-00000020" / "MANIFEST.json"
     file.unlink()
     os.mkfifo(file)
-    command = [sys.executable, "-m", "<< cookiecutter.package_name >>.checkpoints", "verify", str(run)]
+    module = "<< cookiecutter.package_name >>.checkpoints"
+    command = [sys.executable, "-m", module, "verify", str(run)]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=30, check=False)
     assert done.returncode == 1
     assert "MANIFEST.json cannot be read: it is a FIFO, not a file" in done.stdout
