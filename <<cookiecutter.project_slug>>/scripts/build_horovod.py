@@ -787,7 +787,7 @@ def apply_edits(source: Path, edits: tuple[Edit, ...]) -> Path:
 
 def build_environment(plan: Plan, tools: Path, work: Path, jobs: int) -> dict[str, str]:
     """The variables of a build: none of the user's may change what the key does not know."""
-    drop = re.compile("(HOROVOD|CMAKE|RECIPE)_|(CFLAGS|CPPFLAGS|CXXFLAGS|LDFLAGS|MAKEFLAGS)$")
+    drop = re.compile("(HOROVOD|CMAKE|RECIPE)_|(C|CPP|CXX|LD|MAKE)FLAGS$|(CLICOLOR_FORCE|FORCE_COLOR)$")
     mine = {name: value for name, value in os.environ.items() if not drop.match(name)}
     keep_pip_here(mine)
     folders = [tools / "cmake/data/bin", tools / "bin", Path(sys.executable).parent]

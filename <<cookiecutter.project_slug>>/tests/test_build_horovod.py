@@ -170,7 +170,15 @@ def test_local_version() -> None:
 
 
 def test_environment_has_nothing_of_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("CXXFLAGS", "HOROVOD_WITHOUT_GLOO", "CMAKE_BUILD_TYPE", "MAKEFLAGS", "PIP_TARGET", "PIP_NO_DEPS"):
+    for name in (
+        "CXXFLAGS",
+        "HOROVOD_WITHOUT_GLOO",
+        "CMAKE_BUILD_TYPE",
+        "MAKEFLAGS",
+        "PIP_TARGET",
+        "PIP_NO_DEPS",
+        "FORCE_COLOR",
+    ):
         monkeypatch.setenv(name, "theirs")
     made = recipe.build_environment(replace(PLAN, cuda=CUDA), Path("/tools"), Path("/work"), 3)
     assert "theirs" not in made.values()
