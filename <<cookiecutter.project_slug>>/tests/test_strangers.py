@@ -181,8 +181,8 @@ def test_a_rank_that_the_others_miss_is_named(tmp_path: Path, what: str, sentenc
     assert f"error: {sentence}" in output
 
 
-def test_a_rank_that_comes_late_or_pauses_ends_no_job(tmp_path: Path) -> None:
-    """For longer than Gloo's own limit of 30 s."""
+def test_a_rank_that_comes_late_ends_no_job(tmp_path: Path) -> None:
+    """By more than Gloo's own limit of 30 s."""
     with started(tmp_path, "late") as job:
         wait_for(job, tmp_path, "process-*", 3)
         time.sleep(34)

@@ -253,10 +253,11 @@ class Job:
         missed = self._with_code(None)
         if not missed or not any(link.gave_up for link in self._links):
             return None
-        late = [place for name, place in missed.items() if name in absent]
+        late = {name: place for name, place in missed.items() if name in absent}
         what = "did not join the others in time" if late else "was silent for longer than the others wait"
-        sentence = f"{' and '.join(late or missed.values())} {what}"
-        host = next(link.part.host for link in self._links if not link.finished())
+        blamed = late or missed
+        sentence = f"{' and '.join(blamed.values())} {what}"
+        host = next(link.part.host for link in self._links for one in link.part.processes if one.name in blamed)
         return Failure(f"{sentence}: see what it is doing, or raise horovod.stall_shutdown_s", FAILURE, host)
 
     def _with_code(self, code: int | None) -> dict[str, str]:
