@@ -157,6 +157,25 @@ def test_describe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "numpy" in clean["versions"]
 
 
+@pytest.mark.parametrize("umask", [0o022, 0o027, 0o077])
+def test_every_file_and_folder_follows_the_umask(umask: int, store: Store) -> None:
+    """Some libraries make theirs for the owner alone, or for all."""
+
+    def write(folder: Path) -> None:
+        content()(folder)
+        (folder / "model.bin").chmod(0o600)
+        (folder / "rng" / "rank-0.bin").chmod(0o666)
+
+    before = os.umask(umask)
+    try:
+        with store.lock():
+            store.tag("good", publish(store, 10, 0.5, write))
+    finally:
+        os.umask(before)
+    for path in (store.folder, *store.folder.rglob("*")):
+        assert path.stat().st_mode & 0o777 == (0o777 if path.is_dir() else 0o666) & ~umask, path
+
+
 # Crashes
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import logging
 import shutil
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,13 +16,18 @@ from typing import Any
 import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
+from jobs import environment
 from moto.server import ThreadedMotoServer
+from omegaconf import OmegaConf
 from store_helpers import content, edit_manifest, flip_byte, names, publish
 
-from << cookiecutter.package_name >>.addresses import is_url
+from << cookiecutter.package_name >> import mirror as module
+from << cookiecutter.package_name >>.addresses import check_address, is_url
 from << cookiecutter.package_name >>.checkpoint import DamagedError, Store
+from << cookiecutter.package_name >>.checkpoints import main
 from << cookiecutter.package_name >>.errors import UserError
 from << cookiecutter.package_name >>.mirror import Mirror, Remote, fetch
+from << cookiecutter.package_name >>.options import check_options
 
 _number = itertools.count()
 
@@ -40,7 +47,23 @@ class Unreliable(MemoryFileSystem):  # type: ignore[misc]
         super().put_file(local, remote, **options)
 
 
+class Connecting(Unreliable):
+    """It connects when it is opened, as those of FTP and SFTP do."""
+
+    protocol = "connecting"
+    connect: Callable[[], object] = staticmethod(lambda: None)
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        type(self).connect()
+        super().__init__(*arguments, **options)
+
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        return Unreliable._strip_protocol(path.replace("connecting://", "memory://"))
+
+
 fsspec.register_implementation("unreliable", Unreliable)
+fsspec.register_implementation("connecting", Connecting)
 
 
 @pytest.fixture(scope="session")
@@ -199,6 +222,48 @@ def test_it_tries_again_and_never_stops_the_training(
     assert Remote(unreliable).names() == ["step-00000020"]
 
 
+def test_one_that_cannot_be_opened_is_a_warning_and_tried_again(
+    store: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With each next checkpoint, and once more at the end; opening it is part of each attempt."""
+    down = Event()
+    down.set()
+
+    def connect() -> None:
+        if down.is_set():
+            raise ConnectionRefusedError("nobody answers")
+
+    monkeypatch.setattr(Connecting, "connect", staticmethod(connect))
+    url = f"connecting://mirror-{next(_number)}/run"
+    mirror = Mirror(url, store, attempts=2, pause=0.01)
+    for step in (10, 20):
+        mirror.upload(publish(store, step))
+        while caplog.text.count("nobody answers, attempt 2 of 2") < step // 10:
+            time.sleep(0.01)
+    down.clear()
+    mirror.close()
+    assert Remote(url).names() == ["step-00000020"]
+    assert store.pinned == set()
+
+
+def test_one_that_never_answers_holds_nothing_up(
+    store: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    answer = Event()
+    monkeypatch.setattr(Connecting, "connect", staticmethod(lambda: answer.wait(30)))
+    monkeypatch.setattr(module, "CONNECT_S", 0.05)
+    url = f"connecting://mirror-{next(_number)}/run"
+    mirror = Mirror(url, store, attempts=2, pause=0.01)
+    mirror.upload(publish(store, 10))
+    while "no answer within 0 s, attempt 2 of 2" not in caplog.text:
+        time.sleep(0.01)
+    with pytest.raises(UserError, match="could not be read: no answer within"):
+        fetch(url, store.folder.parent / "other")
+    answer.set()
+    mirror.close()
+    assert Remote(url).names() == ["step-00000010"]
+
+
 def test_it_falls_behind_without_blocking_or_losing_what_it_uploads(
     store: Store, unreliable: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -267,6 +332,58 @@ def test_addresses_are_checked_before_the_network(store: Store) -> None:
         Mirror("absent://x", store)
     assert is_url("s3://x") and is_url("file:///x")
     assert not is_url("runs/first") and not is_url("latest")
+
+
+SECRETS = (
+    "ftp://user:geheim@host/x",
+    "sftp://user:ge/heim@host/x",
+    "https://geheim@host/x",
+    "https://host/x?token=geheim",
+    "https://host/x?v=1&X-Amz-Signature=geheim",
+    "abfs://box@account/x?sig=geheim",
+    "simplecache::ftp://user:geheim@host/x",
+    "s3://KEY:geheim@bucket/x",
+    "s3://bucket/x?api_key=geheim",
+)
+FINE = ("s3://bucket/run", "sftp://user@host:22/run", "file:///a/b:c@d", "abfs://box@account/run", "http://h/x?v=2")
+
+
+@pytest.mark.parametrize("url", SECRETS)
+def test_an_address_with_a_secret_is_refused_before_it_is_written_anywhere(
+    url: str, store: Store, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint = publish(store, 10)
+    run = str(store.folder)
+    actions: list[Callable[[], object]] = [
+        lambda: Mirror(url, store),
+        lambda: Remote(url).push(store, checkpoint),
+        lambda: fetch(url, store.folder),
+        lambda: check_options(OmegaConf.create({"checkpoint": {"mirror": url}})),
+        lambda: check_options(OmegaConf.create({"resume": url})),
+        lambda: check_options(OmegaConf.create({"list": [{"of": url}]})),
+    ]
+    for action in actions:
+        with pytest.raises(UserError, match=r"password or token.*: take it out and set FSSPEC_") as caught:
+            action()
+        assert "geheim" not in str(caught.value)
+    for command in (["push", run, url], ["pull", url, run]):
+        assert main(command) == 2
+        assert "geheim" not in "".join(capsys.readouterr())
+
+
+@pytest.mark.parametrize("url", FINE)
+def test_other_addresses_pass(url: str) -> None:
+    check_address(url)
+
+
+@pytest.mark.parametrize("options", [[], ["--multirun"]])
+def test_hydra_does_not_write_it_down_either(options: list[str], tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "<< cookiecutter.package_name >>.train", *options, f"resume={SECRETS[0]}"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: an address of ftp:// holds a password")
+    assert "geheim" not in done.stdout + done.stderr
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_server_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

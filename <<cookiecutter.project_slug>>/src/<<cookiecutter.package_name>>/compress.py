@@ -42,6 +42,7 @@ from .engine import Engine, Hooks, open_engine
 from .errors import UserError, end_well
 from .evaluate import load_all, read_config
 from .export import FORMATS, writer
+from .files import follow_umask
 from .manifest import MANIFEST, sha256, write_durably
 from .model_file import export_model
 from .options import COMPRESS_RULES, check_options, plain
@@ -240,6 +241,7 @@ def _decide(config: DictConfig, training: DictConfig, engine: Engine, folder: Pa
         return model, []
     (folder / "start").mkdir(exist_ok=True)
     model, remarks = wing.new_model(engine, model, options, training.data, folder / "start")
+    follow_umask(folder / "start")
     return model, [*remarks, *(_lost_zeros(folder / "source") if options.method == "low_rank" else [])]
 
 
