@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import platform
+import re
 import shutil
 import sys
 from contextlib import suppress
@@ -129,13 +130,17 @@ def lock(session: nox.Session) -> None:
 
 
 def write_lock(session: nox.Session, extra: str, file: Path) -> None:
-    """Pins what an extra needs on any Linux; for a GPU with hashes, for the CPU without CUDA's packages."""
-    options = ["--extra", extra, "--universal", "--no-header", "--no-annotate", "--output-file", str(file)]
-    options += ["--generate-hashes"] if file.stem.endswith("gpu") else []
-    session.run("uv", "pip", "compile", "--quiet", "pyproject.toml", *options)
+    """Pins what an extra needs on any Linux, with hashes; for the CPU without CUDA's packages."""
+    options = ["--extra", extra, "--universal", "--no-header", "--no-annotate", "--generate-hashes"]
+    session.run("uv", "pip", "compile", "--quiet", "pyproject.toml", *options, "--output-file", str(file))
     if file.stem.endswith("cpu"):
-        lines = file.read_text().splitlines(keepends=True)
-        file.write_text("".join(line for line in lines if not line.startswith(("cuda-", "nvidia-", "triton"))))
+        pins = re.split(r"^(?=\S)", file.read_text(), flags=re.MULTILINE)
+        pins = [pin for pin in pins if not pin.startswith(("cuda-", "nvidia-", "triton"))]
+        # PyTorch's build for the CPU is another file on another index: its version alone.
+        unhashed = [pin.partition(" ")[0] + "\n" for pin in pins if pin.startswith("torch==")]
+        file.write_text("".join(pin for pin in pins if not pin.startswith("torch==")))
+        if unhashed:
+            file.with_stem(f"{file.stem}-unhashed").write_text("".join(unhashed))
 
 
 @nox.session(default=False)

@@ -19,7 +19,7 @@ if not TEXT.startswith("{"):  # an older one does not know these delimiters
 ANSWERS: dict[str, Any] = json.loads(TEXT)
 
 FRAMEWORKS = ("torch", "tensorflow", "both")
-PYTHONS = ("3.10", "3.11", "3.12", "3.13")
+PYTHONS = ("3.10", "3.11", "3.12")  # that of Ubuntu 24.04 is the newest for which CUDA images exist
 LICENSES = ("Apache-2.0", "MIT", "BSD-3-Clause", "proprietary")
 # A test finds the names that these lists lack, in locks, rendered files, environments and the libraries of all Pythons.
 # What the project installs: one of the same name would take its place.

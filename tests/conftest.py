@@ -100,7 +100,8 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def installable(template: Path, folder: Path, framework: str) -> Path:
     """A project that this Python can install."""
     here = ".".join(platform.python_version_tuple()[:2])
-    return render(template, folder, python_version=here, framework=framework, **HARD_ANSWERS)
+    oldest = here if here in QUESTIONS["python_version"] else QUESTIONS["python_version"][-1]
+    return render(template, folder, python_version=oldest, framework=framework, **HARD_ANSWERS)
 
 
 @pytest.fixture(scope="session")

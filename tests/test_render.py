@@ -1,15 +1,22 @@
 """What a rendering holds: the tree, the contents, and the ways to get it."""
 
+import json
 import re
 import shutil
 import stat
 import sys
+from email.parser import Parser
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from check_jsonschema.builtin_schemas import get_builtin_schema
 from conftest import COMBINATIONS, HARD_ANSWERS, PROJECT_FOLDER, ROOT, check, render, run
+from flit_core import buildapi
+from jsonschema.protocols import Validator
+from jsonschema.validators import validator_for
 from nox.project import load_toml
 
 SHELL = {
@@ -59,7 +66,8 @@ def code_files(template: Path, framework: str = "torch") -> set[str]:
 def locks(framework: str) -> set[str]:
     """One for each framework and kind."""
     frameworks = ("torch", "tensorflow") if framework == "both" else (framework,)
-    return {f"locks/{name}-{kind}.txt" for name in frameworks for kind in ("cpu", "gpu")}
+    hashed = {f"locks/{name}-{kind}.txt" for name in frameworks for kind in ("cpu", "gpu")}
+    return hashed | ({"locks/torch-cpu-unhashed.txt"} if framework != "tensorflow" else set())
 
 
 def label(answers: dict[str, Any]) -> str:
@@ -76,9 +84,97 @@ def test_every_combination(answers: dict[str, Any], template: Path, tmp_path: Pa
     for name in wanted - {path for path in wanted if path.endswith(".gz")}:
         found = MARKER.search((project / name).read_text())
         assert not found, f"{found} in {name}"
+    check_syntax(project)
     check_style(project)
     check_versions(project, answers)
     check_one_wing(project, answers["framework"])
+
+
+class Strict(yaml.SafeLoader):
+    """Refuses a key that stands twice, which YAML's loader lets pass."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        assert len(keys) == len(set(keys)), f"a key stands twice: {keys}, {node.start_mark}"
+        return super().construct_mapping(node, deep)
+
+
+def load_all(file: Path) -> list[Any]:
+    with file.open() as stream:
+        return list(yaml.load_all(stream, Strict))
+
+
+def check_syntax(project: Path) -> None:
+    """Every file of settings and every script can be read; workflows and compose.yaml keep their schema."""
+    for name in files(project):
+        file = project / name
+        if file.suffix in {".yml", ".yaml"}:
+            assert load_all(file), name
+        elif file.suffix == ".toml":
+            load_toml(file)
+        elif file.suffix == ".json":
+            json.loads(file.read_text())
+        elif file.suffix == ".sbatch" or file.read_bytes().startswith(b"#!/usr/bin/env bash") or file.suffix == ".sh":
+            check("bash", "-n", file)
+    for file in (project / ".github/workflows").iterdir():
+        keep_schema("github-workflows", file)
+    keep_schema("compose-spec", project / "compose.yaml")
+
+
+@cache
+def validator(schema: str) -> Validator:
+    content = get_builtin_schema(f"vendor.{schema}")
+    return validator_for(content)(content)
+
+
+def keep_schema(schema: str, file: Path) -> None:
+    (content,) = load_all(file)
+    if True in content:  # YAML 1.1 reads a workflow's `on` as a truth value
+        content["on"] = content.pop(True)
+    assert [error.message for error in validator(schema).iter_errors(content)] == [], file
+
+
+def test_own_workflows() -> None:
+    for file in (ROOT / ".github/workflows").iterdir():
+        keep_schema("github-workflows", file)
+    keep_schema("dependabot", ROOT / ".github/dependabot.yml")
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [("a: 1\na: 2\n", "a key stands twice"), ("jobs: {}\n", "non-empty"), ("on: push\njobs: 1", "1")],
+)
+def test_a_bad_workflow_is_noticed(text: str, sentence: str, tmp_path: Path) -> None:
+    (tmp_path / "bad.yml").write_text(text)
+    with pytest.raises(AssertionError, match=sentence):
+        keep_schema("github-workflows", tmp_path / "bad.yml")
+
+
+def test_only_the_pushing_job_may_write(template: Path, tmp_path: Path) -> None:
+    (workflow,) = load_all(render(template, tmp_path) / ".github/workflows/image.yml")
+    assert workflow["permissions"] == {}
+    writing = {name for name, job in workflow["jobs"].items() if "write" in job["permissions"].values()}
+    pushing = {name for name, job in workflow["jobs"].items() if "'push': True" in str(job)}
+    assert writing == pushing == {"push"}
+    uses = re.findall(r"uses: (.*)", str(yaml.dump(workflow)))
+    assert all(re.search(r"@[0-9a-f]{40}$", one) for one in uses)
+
+
+@pytest.mark.parametrize("name", LICENSE_WORDS)
+def test_the_metadata_agrees_with_the_license(
+    name: str, template: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the build's backend writes it; an index refuses what is private."""
+    monkeypatch.chdir(render(template, tmp_path, license=name))
+    folder = tmp_path / "metadata"
+    folder.mkdir()
+    written = Parser().parsestr(
+        (folder / buildapi.prepare_metadata_for_build_wheel(str(folder)) / "METADATA").read_text()
+    )
+    private = name == "proprietary"
+    assert written["License-Expression"] == ("LicenseRef-Proprietary" if private else name)
+    assert written.get_all("License-File") == ["LICENSE"]
+    assert written.get_all("Classifier", []) == (["Private :: Do Not Upload"] if private else [])
 
 
 def check_style(project: Path) -> None:
@@ -104,9 +200,21 @@ def check_versions(project: Path, answers: dict[str, Any]) -> None:
     assert ("ai-edge-litert>=2.0" in written["compress"]) == (answers["framework"] != "torch")
     workflow = yaml.safe_load((project / ".github/workflows/ci.yml").read_text())
     for framework, version in (("torch", torch), ("tensorflow", tensorflow)):
-        for lock in (project / "locks").glob(f"{framework}-*.txt"):
-            assert re.search(rf"^{framework}(-cpu)?(\[and-cuda\])?=={version}\b", lock.read_text(), re.MULTILINE), lock
+        for kind in ("cpu", "gpu"):
+            text = "".join(lock.read_text() for lock in (project / "locks").glob(f"{framework}-{kind}*.txt"))
+            assert not text or re.search(rf"^{framework}(-cpu)?(\[and-cuda\])?=={version}\b", text, re.MULTILINE)
+    check_hashes(project)
     assert {"python-version": python} in [step.get("with") for step in workflow["jobs"]["test"]["steps"]]
+
+
+def check_hashes(project: Path) -> None:
+    """Every pin of a lock has hashes, but for PyTorch's CPU build; no lock names a place to install from."""
+    for lock in (project / "locks").iterdir():
+        pins = re.split(r"^(?=\S)", lock.read_text(), flags=re.MULTILINE)[1:]
+        bare = [pin for pin in pins if " \\\n    --hash=sha256:" not in pin]
+        assert len(bare) == len(pins) == 1 if "unhashed" in lock.name else len(pins) > len(bare) == 0, lock
+        assert "://" not in lock.read_text()
+        assert "-gpu" in lock.name or not re.search(r"^(cuda|nvidia|triton)", lock.read_text(), re.MULTILINE)
 
 
 def check_one_wing(project: Path, framework: str) -> None:
