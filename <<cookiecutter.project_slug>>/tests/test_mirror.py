@@ -378,7 +378,8 @@ def test_other_addresses_pass(url: str) -> None:
 
 @pytest.mark.parametrize("options", [[], ["--multirun"]])
 def test_hydra_does_not_write_it_down_either(options: list[str], tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "<< cookiecutter.package_name >>.train", *options, f"resume={SECRETS[0]}"]
+    module = "<< cookiecutter.package_name >>.train"
+    command = [sys.executable, "-m", module, *options, f"resume={SECRETS[0]}"]
     done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert done.stderr.startswith("error: an address of ftp:// holds a password")
