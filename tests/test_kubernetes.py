@@ -74,6 +74,22 @@ def test_it_asks_the_image_for_what_it_has(project: Path) -> None:
         assert f'add("{option.partition("=")[0]}"' in package.read_text(), option
 
 
+def test_its_pods_may_do_little(project: Path) -> None:
+    _, job = jobs((project / "launch/kubernetes.yaml").read_text())
+    for kind in job["spec"]["mpiReplicaSpecs"].values():
+        pod = kind["template"]["spec"]
+        assert pod["automountServiceAccountToken"] is False
+        assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert pod["securityContext"]["runAsNonRoot"]
+        for one in pod["containers"]:
+            assert one["securityContext"] == {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+
+
+def test_the_rehearsal_gains_no_privileges(project: Path) -> None:
+    services = yaml.safe_load((project / "compose.yaml").read_text())["services"]
+    assert all(service["security_opt"] == ["no-new-privileges:true"] for service in services.values())
+
+
 def test_its_key_is_taken_under_the_operators_names(project: Path, tmp_path: Path) -> None:
     """The operator mounts id_rsa, id_rsa.pub and authorized_keys, whatever kind of key it is."""
     check("ssh-keygen", "-q", "-t", "ecdsa", "-N", "", "-f", tmp_path / "id_rsa")
@@ -86,3 +102,6 @@ def test_its_key_is_taken_under_the_operators_names(project: Path, tmp_path: Pat
     )
     assert f"-F {tmp_path}/ssh/config" in done.stdout
     assert (tmp_path / "ssh/key").read_bytes() == (tmp_path / "id_rsa").read_bytes()
+    kind_and_key = (tmp_path / "id_rsa.pub").read_text().split()[:2]
+    assert (tmp_path / "ssh/known_hosts").read_text().split() == ["*", *kind_and_key]
+    assert "StrictHostKeyChecking yes" in (tmp_path / "ssh/config").read_text()

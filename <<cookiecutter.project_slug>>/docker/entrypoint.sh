@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The image's entry: `worker` waits for jobs over ssh, anything else is the command to run.
 set -euo pipefail
-SECRET=${SSH_SECRET:-/run/secrets/ssh} # id_ed25519 and id_ed25519.pub, mounted by whoever starts the container
+SECRET=${SSH_SECRET:-/run/secrets/ssh} # id_ed25519, mounted by whoever starts the container
 FOLDER=/tmp/ssh
 
 fail() {
@@ -13,29 +13,37 @@ warn() {
     echo "warning: $1" >&2
 }
 
-# An arbitrary uid, as OpenShift gives, has no name, and ssh wants one.
+# /tmp may be that of a host: a folder of someone else there is refused.
+make_folder() {
+    [[ -d $FOLDER ]] || mkdir -m 700 "$FOLDER"
+    [[ -O $FOLDER && ! -L $FOLDER ]] || fail "$FOLDER belongs to someone else: remove it, or give the container a /tmp of its own."
+}
+
+# An arbitrary uid, as OpenShift gives, has no name, and ssh and mpirun want one. The library gives it the image's, to
+# this container's programs alone: with a passwd that can be written anyone could become root.
 name_user() {
-    if ! whoami >/dev/null 2>&1 && [[ -w /etc/passwd ]]; then
-        echo "user:x:$(id -u):0::$HOME:/bin/bash" >>/etc/passwd
-    fi
+    if whoami >/dev/null 2>&1; then return 0; fi
+    make_folder
+    sed "s/^trainer:x:[0-9]*:/trainer:x:$(id -u):/" /etc/passwd >"$FOLDER/passwd"
+    export LD_PRELOAD=libnss_wrapper.so NSS_WRAPPER_PASSWD=$FOLDER/passwd NSS_WRAPPER_GROUP=/etc/group
+    whoami >/dev/null 2>&1 || fail "uid $(id -u) has no name: install libnss-wrapper in the image, or run as uid 10001."
 }
 
 # Copies, since a mounted secret has whatever owner and mode its platform gives it, and ssh is strict about both.
 take_keys() {
     local key=$SECRET/id_ed25519
     if [[ ! -e $key && -e $SECRET/id_rsa ]]; then key=$SECRET/id_rsa; fi # the MPI operator's name, whatever its kind
-    [[ -r $key && -r $key.pub ]] ||
-        fail "no id_ed25519 and id_ed25519.pub in $SECRET that uid $(id -u) can read: mount an ssh key pair there" \
-            "that this user may read, or set SSH_SECRET to its folder."
-    whoami >/dev/null 2>&1 ||
-        fail "uid $(id -u) has no name and /etc/passwd cannot be written: run as uid 10001, or with a writable root."
-    umask 077
-    mkdir -p "$FOLDER"
+    [[ -r $key ]] ||
+        fail "no id_ed25519 in $SECRET that uid $(id -u) can read: mount an ssh key there that belongs to this user" \
+            "(chown, or docker run --user with the key's owner and group 0), or set SSH_SECRET to its folder."
+    make_folder
     install -m 600 "$key" "$FOLDER/key"
-    install -m 600 "$key.pub" "$FOLDER/authorized_keys"
-    # Host keys are new at each start, so the hosts of a job cannot know them beforehand.
-    printf '%s\n' "Host *" "Port 2222" "IdentityFile $FOLDER/key" "StrictHostKeyChecking no" \
-        "UserKnownHostsFile /dev/null" "LogLevel ERROR" >"$FOLDER/config"
+    (umask 077 && ssh-keygen -y -P '' -f "$FOLDER/key" >"$FOLDER/authorized_keys" 2>/dev/null) ||
+        fail "$key is no private ssh key without a passphrase: make one with ssh-keygen -t ed25519 -N ''."
+    # All hosts of a job have this key, and show it as their own: so each knows the others.
+    echo "* $(cut -d ' ' -f 1,2 "$FOLDER/authorized_keys")" >"$FOLDER/known_hosts"
+    printf '%s\n' "Host *" "Port 2222" "IdentityFile $FOLDER/key" "StrictHostKeyChecking yes" \
+        "UserKnownHostsFile $FOLDER/known_hosts" "GlobalKnownHostsFile /dev/null" "LogLevel ERROR" >"$FOLDER/config"
 }
 
 check_gpu() {
@@ -72,10 +80,11 @@ if [[ ${1:-} == worker ]]; then
     if (exec 3<>/dev/tcp/127.0.0.1/2222) 2>/dev/null; then
         fail "port 2222 is in use: another worker runs in this network; stop it, or give this one a network of its own."
     fi
-    rm -f "$FOLDER/host_key"
-    ssh-keygen -q -t ed25519 -N '' -f "$FOLDER/host_key"
     touch "$FOLDER/worker"
-    exec /usr/sbin/sshd -D -e -f /opt/docker/sshd_config
+    sessions="PATH=$PATH VIRTUAL_ENV=${VIRTUAL_ENV:-}"
+    [[ -z ${LD_PRELOAD:-} ]] ||
+        sessions+=" LD_PRELOAD=$LD_PRELOAD NSS_WRAPPER_PASSWD=$NSS_WRAPPER_PASSWD NSS_WRAPPER_GROUP=$NSS_WRAPPER_GROUP"
+    exec /usr/sbin/sshd -D -e -f /opt/docker/sshd_config -o "SetEnv=$sessions"
 fi
 if [[ -e $SECRET ]]; then
     take_keys
