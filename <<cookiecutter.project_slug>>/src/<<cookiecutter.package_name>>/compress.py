@@ -46,12 +46,12 @@ from .files import follow_umask
 from .manifest import MANIFEST, sha256, write_durably
 from .model_file import export_model
 from .options import COMPRESS_RULES, check_options, plain
-from .ownership import run_lock
+from .ownership import COMPRESSION, SERIES, check_folder, run_lock
 from .pruning import NOTABLE, KeptZeros, Layers, Pruning
 from .report import BLOCK, QUANTIZED, Report, measure_apart, show
 from .runtime import PROGRAMS, Floats
 from .tracking import open_log
-from .train import Run, carry_on, open_run
+from .train import Run, carry_on, open_run, write_options
 from .weights import FILE
 from .zeros import share_of, zeros_of
 
@@ -89,6 +89,9 @@ def compress(config: DictConfig, folder: Path) -> Path:
     """Carry out one compression, or a series of them; returns the report."""
     check(config)
     steps = _series(config)
+    check_folder(folder, SERIES if steps else COMPRESSION)
+    for name, _ in steps:
+        check_folder(folder / name, COMPRESSION)
     if not steps:
         return compress_once(config, folder)
     return compress_series(steps, config, folder)
@@ -195,7 +198,7 @@ def training_config(config: DictConfig) -> DictConfig:
 
 
 def make_plan(config: DictConfig, training: DictConfig, engine: Engine, folder: Path) -> Plan:
-    """Read plan.json, or verify the source, keep a copy of its model and decide."""
+    """Read plan.json, or verify the source, keep a copy of its model and decide; see write_plan()."""
     recipe = plain(config.compress)
     source = [str(Path(config["from"]).resolve()), str(config.from_checkpoint)]
     if (folder / PLAN).exists():
@@ -214,10 +217,13 @@ def make_plan(config: DictConfig, training: DictConfig, engine: Engine, folder: 
     shutil.rmtree(folder / "source", ignore_errors=True)
     export_model(parent, folder / "source")
     model, remarks = _decide(config, training, engine, folder)
-    plan = Plan(str(parent.resolve()), sha256(parent / FILE), source, recipe, model, remarks)
+    return Plan(str(parent.resolve()), sha256(parent / FILE), source, recipe, model, remarks)
+
+
+def write_plan(plan: Plan, folder: Path) -> None:
+    """Write plan.json, once nothing can refuse the plan any more."""
     write_durably(folder / f"{PLAN}.tmp", json.dumps(vars(plan), indent=2))
     (folder / f"{PLAN}.tmp").rename(folder / PLAN)
-    return plan
 
 
 def _read_plan(folder: Path) -> Plan:
@@ -268,7 +274,7 @@ def wing_of(engine: str) -> Any:
 
 def finetune(training: DictConfig, folder: Path, plan: Plan, trusted: Sequence[str]) -> None:
     """Train in the run's folder from the plan's start, or from where an earlier job was stopped."""
-    run = open_run(training, folder)
+    run = open_run(training, folder, COMPRESSION)
     hooks = run.communicator.together(lambda: open_hooks(run, plan, trusted), "hooks")
     run.communicator.check_equal(hooks.fingerprint(), "the teachers")
     run.engine.hooks = hooks
@@ -280,7 +286,7 @@ def finetune(training: DictConfig, folder: Path, plan: Plan, trusted: Sequence[s
         hooks.begin()
 
     if not (folder / "artefact").exists():
-        carry_on(run, begin)
+        carry_on(run, begin, lambda: write_plan(plan, folder))
 
 
 def open_hooks(run: Run, plan: Plan, trusted: Sequence[str]) -> Hooks:
@@ -363,7 +369,7 @@ def quantize(training: DictConfig, folder: Path, communicator: Communicator, tru
     if find_spec(name, __package__) is None:
         raise UserError(f"compress={options.kind} is not there for {training.engine} models", agreed=True)
     wing = import_module(name, __package__)
-    communicator.on_writer(lambda: _prepare_folder(training, folder), "folder")
+    communicator.on_writer(lambda: _empty(folder / ".artefact"), "folder")
     done = wing.post_training(
         folder / "source",
         folder / ".artefact" / f"model{wing.METHODS.get(options.kind, ('',))[0]}",
@@ -373,18 +379,14 @@ def quantize(training: DictConfig, folder: Path, communicator: Communicator, tru
         skip=list(options.skip),
         trusted=trusted,
     )
-    communicator.on_writer(lambda: _settle(folder, done), "artefact")
+    communicator.on_writer(lambda: _settle(training, folder, plan, done), "artefact")
 
 
-def _settle(folder: Path, done: dict[str, Any]) -> None:
+def _settle(training: DictConfig, folder: Path, plan: Plan, done: dict[str, Any]) -> None:
+    write_plan(plan, folder)
+    write_options(training, folder)
     (folder / QUANTIZED).write_text(json.dumps(done, indent=2), encoding="utf-8")
     (folder / ".artefact").rename(folder / "artefact")
-
-
-def _prepare_folder(training: DictConfig, folder: Path) -> None:
-    _empty(folder / ".artefact")
-    (folder / ".hydra").mkdir(exist_ok=True)
-    OmegaConf.save(training, folder / ".hydra" / "config.yaml")
 
 
 def _calibration(training: DictConfig, communicator: Communicator) -> Iterator[Floats]:

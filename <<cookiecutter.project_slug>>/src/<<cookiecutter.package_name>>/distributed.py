@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from importlib.util import find_spec
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -162,6 +163,8 @@ def open_communicator(framework: str, settings: Mapping[str, Any] = MappingProxy
     for option, variable, convert in SETTINGS:
         if settings.get(option) is not None:
             os.environ[variable] = str(convert(settings[option]))
+    if settings.get("timeline") is not None and launched_rank() == 0:
+        _check_writable(Path(settings["timeline"]))
     if _first_variable(SIZE_VARIABLES) is None:  # a process alone needs no network, not even a name of this host
         os.environ.setdefault("HOROVOD_GLOO_IFACE", "lo")
     hvd = _import_horovod(framework)
@@ -169,6 +172,13 @@ def open_communicator(framework: str, settings: Mapping[str, Any] = MappingProxy
     _check_size(hvd.size())
     log.info(f"rank {hvd.rank()} of {hvd.size()} on {socket.gethostname()}, process {os.getpid()}")
     return Communicator(hvd, _tensor_maker(framework), hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size())
+
+
+def _check_writable(file: Path) -> None:
+    """Refuse what Horovod could not write: it says so only in a line among others."""
+    place = file if file.exists() else file.parent
+    if not os.access(place, os.W_OK) or (not file.is_file() if file.exists() else not place.is_dir()):
+        raise UserError(f"horovod.timeline={file} cannot be written: name a file in a folder that is there and yours")
 
 
 def check_adasum(hvd: Any, size: int) -> None:

@@ -18,6 +18,7 @@ log = logging.getLogger(__name__)
 
 USER_ERROR = 2
 FAILURE = 1
+NO_FOLDER = (errno.EEXIST, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP)  # what making a run's folder can end in
 
 
 class UserError(Exception):
@@ -99,11 +100,16 @@ def user_sentence(error: BaseException) -> str | None:
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES):
         where = f" at {error.filename}" if error.filename else ""
         return f"{error.strerror}{where}: make room or set its rights, or choose another folder with hydra.run.dir=..."
-    if not type(error).__module__.startswith(("hydra.", "omegaconf.", "yaml.")):
+    if isinstance(error, OSError) and error.errno in NO_FOLDER:
+        return f"{error.strerror} at {error.filename}: choose another name=..., or a folder with hydra.run.dir=..."
+    if not type(error).__module__.startswith(("hydra.", "omegaconf.", "yaml.", "antlr4.")):
         return None
     if isinstance(error.__cause__, UserError):
         return str(error.__cause__)
     text = re.sub(r"\s+", " ", str(error)).strip()
+    if unquoted := re.search(r"LexerNoViableAltException: ([^=]+)=(.*?) \^", text):
+        option, value = unquoted.groups()
+        return f"{option}={value} has letters that need quotes: write it as \"{option}='{value}'\""
     if unknown := re.search(r"Could not override '([^']+)'", text):
         return f"unknown option '{unknown[1]}'{_nearest(unknown[1], error.__cause__)}; --cfg job lists all"
     if unknown := re.search(r"is not in struct full_key: (\S+)", text):

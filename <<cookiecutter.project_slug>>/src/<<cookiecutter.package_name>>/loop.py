@@ -47,7 +47,15 @@ class Cadence:
 
     def is_over(self, state: State) -> bool:
         """Whether nothing is left to train."""
-        return state.position.epoch >= self.epochs or (self.patience is not None and state.stale >= self.patience)
+        return state.position.epoch >= self.epochs or self.out_of_patience(state)
+
+    def out_of_patience(self, state: State) -> bool:
+        """Whether the accuracy has not become better for too long."""
+        return self.patience is not None and state.stale >= self.patience
+
+    def is_finished(self, state: State) -> bool:
+        """Whether nothing is left to train or to measure."""
+        return self.is_over(state) and not owes_evaluation(state) and bool(state.metrics)
 
 
 @dataclass(frozen=True)
@@ -73,8 +81,8 @@ class Loop:
             UserError: on all ranks, if the loss is not finite.
         """
         self._check_weights()
-        if state.position.offset == 0 and state.position.epoch > state.ended:
-            state = self._end_epoch(state)  # it was stopped between the last step and the evaluation
+        if owes_evaluation(state):
+            state = self._end_epoch(state)
         if not self.cadence.is_over(state):
             state = self._train(state)
         if not state.metrics:
@@ -153,6 +161,11 @@ class Loop:
         best = metrics["val/accuracy"] if better else state.best
         stale = 0 if better else state.stale + 1
         return replace(state, metrics=metrics, measured=state.step, best=best, stale=stale)
+
+
+def owes_evaluation(state: State) -> bool:
+    """Whether it was stopped between the last step of an epoch and the evaluation."""
+    return state.position.offset == 0 and state.position.epoch > state.ended
 
 
 class _Watch:

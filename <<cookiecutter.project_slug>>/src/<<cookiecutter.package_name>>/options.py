@@ -65,13 +65,32 @@ class ListOf:
         return f"a list, as in {self.example}"
 
 
-Rule = Number | OneOf | ListOf
+class Name:
+    """A name for a folder, or a few of them with slashes between."""
+
+    def accepts(self, value: Any) -> bool:
+        """Whether the value is such a name: YAML and Hydra may have made a number of it."""
+        return isinstance(value, str) and all(self._is_fit(part) for part in value.split("/"))
+
+    def _is_fit(self, part: str) -> bool:
+        begins_well = part != "" and part[0] not in ".-~ "
+        return begins_well and part.isprintable() and "\\" not in part and len(part.encode()) <= 255
+
+    def __str__(self) -> str:
+        return (
+            "a name for a folder in runs/, such as first or group/first, of which no part is empty, begins with '.',"
+            " '-', '~' or a space, or is longer than 255 bytes; what would be a number needs quotes: \"name='1e3'\""
+        )
+
+
+Rule = Number | OneOf | ListOf | Name
 
 WHOLE, FROM_ZERO = Number(), Number(low=0)
 POSITIVE, NOT_NEGATIVE = Number(low=1e-12, real=True), Number(low=0, real=True)
 SWITCH = OneOf((True, False))
 
 RULES: dict[str, Rule] = {
+    "name": Name(),
     "engine": OneOf(trust.ENGINES),
     "epochs": WHOLE,
     "seed": FROM_ZERO,
@@ -124,6 +143,7 @@ RULES: dict[str, Rule] = {
 
 
 COMPRESS_RULES: dict[str, Rule] = {
+    "name": Name(),
     "trust": ListOf("[my_package.mine.Net]"),
     "compress.layers": ListOf("[name]"),
     "compress.skip": ListOf("[name]"),

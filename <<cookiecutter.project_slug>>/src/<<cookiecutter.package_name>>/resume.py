@@ -59,10 +59,10 @@ def find_start(store: Store, which: str) -> Path | None:
     return found.folder
 
 
-def plan_from(folder: Path, fresh: State, wanted_batch: int | None) -> State:
-    """The state to start from; `wanted_batch` is the config's global batch, if it names one.
+def plan_from(folder: Path, fresh: State, config: DictConfig) -> State:
+    """The state to start from.
 
-    A run that names none keeps its global batch when the number of ranks changes.
+    A run keeps its global batch, whatever the number of ranks, until an option that sets it is changed.
 
     Raises:
         UserError: if the checkpoint belongs to other training data.
@@ -73,24 +73,35 @@ def plan_from(folder: Path, fresh: State, wanted_batch: int | None) -> State:
             f"{folder} was made with {saved.samples} training samples and there are {fresh.samples} now:"
             " use the same data, or another name=... for a new run"
         )
-    same_world = saved.world_size == fresh.world_size
-    batch = fresh.global_batch if wanted_batch or same_world else saved.global_batch
-    if not same_world:
+    batch = fresh.global_batch if _sets_batch(folder, config) else saved.global_batch
+    if saved.world_size != fresh.world_size:
         log.warning(f"going on with {fresh.world_size} ranks instead of {saved.world_size}: global batch {batch}")
     return replace(saved, world_size=fresh.world_size, global_batch=batch)
 
 
-def check_config(folder: Path, config: DictConfig) -> None:
+def _sets_batch(folder: Path, config: DictConfig) -> bool:
+    """Whether the options ask for a global batch, or for another one than those of the checkpoint did."""
+    before = read_config(folder / "config.yaml")
+    parts = ("data.batch_size", "horovod.accumulation")
+    return bool(config.data.global_batch) or any(before.get(key) != OmegaConf.select(config, key) for key in parts)
+
+
+def check_config(folder: Path, config: DictConfig, finished: bool) -> None:
     """Name every option that has changed since the checkpoint was made.
 
     Raises:
-        UserError: if one of them may not change within a run.
+        UserError: if one of them may not change within a run, or nothing is left to train.
     """
     now = dict(flat(OmegaConf.to_container(config)))
     for key, (before, after) in changes(read_config(folder / "config.yaml"), now).items():
         change = f"{key} was {before} and is {after} now"
         if _under(key, FIXED):
             raise UserError(f"{change}, which {folder} cannot go on with: set it back, or use another name=...")
+        if finished and not _under(key, FREE):
+            raise UserError(
+                f"{change}, but {folder} is the end of its run: set it back to see the result, train on with a"
+                " higher epochs=... (or patience=...), or use another name=... for a new run"
+            )
         if not _under(key, FREE):
             log.warning(f"going on with another option than before: {change}")
 

@@ -17,9 +17,12 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from .errors import UserError
+
 log = logging.getLogger(__name__)
 
 Metrics = Mapping[str, float]
+METRICS = "metrics.jsonl"
 
 
 def open_log(folder: Path, rank: int) -> None:
@@ -41,7 +44,7 @@ class Tracker:
 
     def __init__(self, folder: Path, *, writes: bool, epochs: int, start: float, step: int, tensorboard: bool) -> None:
         self._writes = writes
-        self._file = folder / "metrics.jsonl"
+        self._file = folder / METRICS
         self._folder = folder
         self._epochs = epochs
         self._board: Any = None
@@ -151,16 +154,33 @@ def _clock(seconds: float) -> str:
 
 
 def read_metrics(file: Path) -> list[dict[str, float]]:
-    """The lines of a metrics.jsonl; a last line cut short by a kill is left out."""
+    """The lines of a metrics.jsonl; a last line cut short by a kill is left out.
+
+    Raises:
+        UserError: if a line is another record than a training writes.
+    """
     if not file.exists():
         return []
-    lines = []
-    for line in file.read_text(encoding="utf-8").splitlines():
-        try:
-            lines.append(json.loads(line))
-        except json.JSONDecodeError:
-            continue
+    texts = file.read_text(encoding="utf-8", errors="replace").splitlines()
+    if texts and texts[-1][:1] in "{\0" and not texts[-1].endswith("}"):
+        del texts[-1]
+    lines = [_parsed(text) for text in texts]
+    if strange := [number for number, line in enumerate(lines, 1) if not _is_record(line)]:
+        raise UserError(
+            f"line {strange[0]} of {file} is no record of a training: move it away, or use another name=..."
+        )
     return lines
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return None
+
+
+def _is_record(line: Any) -> bool:
+    return isinstance(line, dict) and all(isinstance(line.get(key), int | float) for key in ("step", "epoch"))
 
 
 def _drop_after(file: Path, step: int) -> None:

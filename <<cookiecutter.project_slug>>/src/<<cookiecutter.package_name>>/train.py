@@ -23,10 +23,11 @@ from .engine import Engine, open_engine
 from .errors import UserError, end_well
 from .loop import Loop
 from .options import check_options
+from .ownership import TRAINING, check_folder
 from .preemption import Preemption
 from .save import open_saver
-from .state import State
-from .tracking import Tracker, open_log, show_table
+from .state import State, read_state
+from .tracking import METRICS, Tracker, open_log, read_metrics, show_table
 
 
 @dataclass(frozen=True)
@@ -44,20 +45,28 @@ class Run:
 
 def train(config: DictConfig, folder: Path) -> State:
     """Build the parts of a run, train, and leave its records in `folder`."""
-    run = open_run(config, folder)
-    return carry_on(run, lambda: begin(run))
+    run = open_run(config, folder, TRAINING)
+    return carry_on(run, lambda: begin(run), lambda: None)
 
 
-def carry_on(run: Run, begin: Callable[[], None]) -> State:
-    """Train from where the run had come to; a new one lets `begin` set its first weights."""
+def carry_on(run: Run, begin: Callable[[], None], record: Callable[[], None]) -> State:
+    """Train from where the run had come to, if there is anything left to train.
+
+    Args:
+        run: Its parts.
+        begin: Sets the first weights of a new run.
+        record: Writes down more than the options, on the writing rank, once it is certain that something will train.
+    """
     with ExitStack() as closing:
         start = run.communicator.on_writer(lambda: take_folder(run, closing), "folder")
         state = run.communicator.together(lambda: plan(run, start), "plan")
+        if start is not None and open_cadence(run.config).is_finished(state):
+            return show_result(run, state)
         if start is not None:
             resume.restore(run.communicator, run.engine, start, state)
         else:
             begin()
-        return fit(run, state, resumed=start is not None)
+        return fit(run, state, record, resumed=start is not None)
 
 
 def begin(run: Run) -> None:
@@ -68,10 +77,11 @@ def begin(run: Run) -> None:
             show_table("weights", report)
 
 
-def open_run(config: DictConfig, folder: Path) -> Run:
-    """Check the config, start Horovod, build the model and read the data."""
+def open_run(config: DictConfig, folder: Path, kind: str) -> Run:
+    """Check the config and the folder, start Horovod, build the model and read the data."""
     OmegaConf.resolve(config)
     check_options(config)
+    check_folder(folder, kind)
     open_log(folder, launched_rank())
     communicator = open_communicator(config.engine, config.horovod)
     preemption = Preemption(communicator)
@@ -82,24 +92,39 @@ def open_run(config: DictConfig, folder: Path) -> Run:
 
 
 def take_folder(run: Run, closing: ExitStack) -> Path | None:
-    """Lock the run's folder, choose the checkpoint to go on from, and write down what runs there."""
+    """Lock the run's folder and choose the checkpoint to go on from."""
     closing.enter_context(run.store.lock())
+    read_metrics(run.folder / METRICS)
     start = resume.find_start(run.store, str(run.config.resume))
     if start is not None:
-        resume.check_config(start, run.config)
-    (run.folder / ".hydra").mkdir(exist_ok=True)
-    OmegaConf.save(run.config, run.folder / ".hydra" / "config.yaml")
-    OmegaConf.save(HydraConfig.get().overrides.task, run.folder / ".hydra" / "overrides.yaml")
+        finished = open_cadence(run.config).is_finished(read_state(start))
+        resume.check_config(start, run.config, finished)
     return start
 
 
 def plan(run: Run, start: Path | None) -> State:
     """The state to start from: a checkpoint's, or a fresh one."""
     fresh = fresh_state(run.config, run.splits, run.communicator)
-    return fresh if start is None else resume.plan_from(start, fresh, run.config.data.global_batch)
+    return fresh if start is None else resume.plan_from(start, fresh, run.config)
 
 
-def fit(run: Run, state: State, resumed: bool) -> State:
+def write_options(config: DictConfig, folder: Path) -> None:
+    """Write down in .hydra/ what runs in a folder."""
+    (folder / ".hydra").mkdir(exist_ok=True)
+    for name, options in (("config.yaml", config), ("overrides.yaml", HydraConfig.get().overrides.task)):
+        OmegaConf.save(options, folder / ".hydra" / f"{name}.tmp")
+        (folder / ".hydra" / f"{name}.tmp").replace(folder / ".hydra" / name)
+
+
+def show_result(run: Run, state: State) -> State:
+    """What a finished run has come to; a mirror gets what it still lacks."""
+    run.communicator.together(lambda: open_saver(run.config, run.communicator, run.engine, run.store), "saver").close()
+    if run.communicator.writes:
+        show_table("training finished", summary(run, state))
+    return state
+
+
+def fit(run: Run, state: State, record: Callable[[], None], resumed: bool) -> State:
     """Train from `state`, which a checkpoint may hold already, to the end and show what came of it."""
     config, communicator = run.config, run.communicator
     sampler = communicator.together(lambda: open_sampler(config, communicator, state), "sampler")
@@ -107,6 +132,8 @@ def fit(run: Run, state: State, resumed: bool) -> State:
     saver = communicator.together(lambda: open_saver(config, communicator, run.engine, run.store), "saver")
     if resumed:
         saver.has(state)
+    communicator.on_writer(record, "record")
+    communicator.on_writer(lambda: write_options(config, run.folder), "options")
     tracker = Tracker(
         run.folder,
         writes=communicator.writes,
@@ -140,14 +167,17 @@ def fit(run: Run, state: State, resumed: bool) -> State:
     return final
 
 
-def summary(run: Run, state: State, seconds: float) -> dict[str, str]:
+def summary(run: Run, state: State, seconds: float | None = None) -> dict[str, str]:
     """The rows of the table at the end."""
+    impatient = open_cadence(run.config).out_of_patience(state)
+    ended = f"no better accuracy in {state.stale} evaluations (patience={run.config.patience})"
     return {
         "validation accuracy": f"{100 * state.metrics['val/accuracy']:.2f} %",
         "best validation accuracy": f"{100 * (state.best or 0):.2f} %",
         "epochs, steps": f"{state.position.epoch}, {state.step}",
         "ranks, global batch": f"{state.world_size}, {state.global_batch}",
-        "time": f"{seconds:.1f} s",
+        **({"ended early": ended} if impatient else {}),
+        **({"time": f"{seconds:.1f} s"} if seconds is not None else {}),
         "run folder": os.path.relpath(run.folder),
         "curves": os.path.relpath(run.folder / "curves.png"),
     }
