@@ -188,14 +188,15 @@ def test_hydra_submits_a_sweep(cluster: dict[str, str], submit_folder: Path) -> 
     package = next((submit_folder / "src").iterdir()).name
     command = [".venv/bin/python", "-m", f"{package}.train", "--multirun", "hydra/launcher=submitit_slurm"]
     command += ["hydra.launcher.nodes=2", "hydra.launcher.cpus_per_task=1", "hydra.launcher.timeout_min=10"]
-    command += ["name=swept", "optimizer.lr=0.01,0.02", "epochs=1", "tracking.tensorboard=false"]
+    command += ["name=swept", "optimizer.lr=0.01,0.02", "epochs=1"]
     environment = {**user(cluster, submit_folder), "SLURM_MPI_TYPE": "pmix", "SUBMITIT_PREEMPT_SIGNAL": "USR1"}
     done = subprocess.run(command, cwd=submit_folder, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    for run in ("swept-0", "swept-1"):
+    runs = [f"swept-sweep/optimizer.lr={rate}" for rate in (0.01, 0.02)]
+    for run in runs:
         logs = (submit_folder / "runs" / run / "logs").iterdir()
         assert {path.name for path in logs} == {"rank-0.log", "rank-1.log"}
-    assert curve(submit_folder, "swept-0") != curve(submit_folder, "swept-1")
+    assert curve(submit_folder, runs[0]) != curve(submit_folder, runs[1])
 
 
 def test_a_cancelled_job_stays_cancelled(cluster: dict[str, str], submit_folder: Path) -> None:
