@@ -129,7 +129,7 @@ def _carry_out(
         communicator.on_writer(lambda: _show_again(folder, report), "result")
         return report
     if config.compress.method == "quantize":
-        quantize(training, folder, communicator, trusted)
+        quantize(training, folder, plan, communicator, trusted)
     else:
         finetune(training, folder, plan, trusted)
     return communicator.on_writer(lambda: finish(training, folder, store, plan, (*trusted, *own)), "artefact")
@@ -360,7 +360,9 @@ def _empty(folder: Path) -> Path:
     return folder
 
 
-def quantize(training: DictConfig, folder: Path, communicator: Communicator, trusted: Sequence[str]) -> None:
+def quantize(
+    training: DictConfig, folder: Path, plan: Plan, communicator: Communicator, trusted: Sequence[str]
+) -> None:
     """Write the artefact without any training; each rank shows the model its part of the calibration samples."""
     options = training.compress
     if communicator.on_writer(lambda: (folder / "artefact").exists(), "artefact"):
