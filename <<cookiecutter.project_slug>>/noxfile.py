@@ -145,6 +145,11 @@ def write_lock(session: nox.Session, extra: str, file: Path) -> None:
 
 @nox.session(default=False)
 def train(session: nox.Session) -> None:
-    """Trains on this machine; arguments go to launch/local.sh: `nox -s train -- -n 2 name=first`."""
+    """Trains on this machine; arguments go to launch/local.sh: `nox -s train -- -n 2 name=first`.
+
+    The launcher takes the place of nox, which would turn its codes into 1 and give it no time to save: name it last.
+    """
     use_environment(session)
-    session.run("launch/local.sh", *session.posargs, external=True)
+    variables = {name: value for name, value in session.env.items() if value is not None}
+    session.log(f"launch/local.sh {' '.join(session.posargs)}")
+    os.execve("launch/local.sh", ["launch/local.sh", *session.posargs], {**os.environ, **variables})

@@ -15,6 +15,7 @@ from store_helpers import bomb, content, flip_byte, publish, steps
 from << cookiecutter.package_name >> import checkpoints
 from << cookiecutter.package_name >>.checkpoint import Store, Writer
 from << cookiecutter.package_name >>.checkpoints import main
+from << cookiecutter.package_name >>.errors import UserError
 
 
 @pytest.fixture
@@ -38,12 +39,10 @@ def printed(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) 
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    assert main([*arguments]) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert captured.err.startswith("error: ")
-    assert captured.err.count("\n") == 1
-    return captured.err
+    with pytest.raises(UserError) as refusal:
+        main([*arguments])
+    assert capsys.readouterr().out == ""
+    return str(refusal.value)
 
 
 def test_list(store: Store, run: str, capsys: pytest.CaptureFixture[str]) -> None:

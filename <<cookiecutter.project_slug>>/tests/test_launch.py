@@ -13,7 +13,7 @@ import pytest
 from jobs import PACKAGE, ROOT, environment
 from needs import HOROVOD_MPI
 
-from << cookiecutter.package_name >> import launch
+from << cookiecutter.package_name >> import elastic, launch
 from << cookiecutter.package_name >>.elastic import Limits, Pool
 from << cookiecutter.package_name >>.errors import UserError
 from << cookiecutter.package_name >>.hosts import Host
@@ -147,6 +147,7 @@ def test_a_dry_run_of_an_elastic_job_is_its_largest_start() -> None:
         (["--elastic", "-H", "a", "--min", "2", "--max", "1"], "--max of at least --min"),
         (["--elastic"], "--elastic needs to know the hosts"),
         (["--elastic", "--discover", "exit 3"], "--discover 'exit 3' ended with 3 (it says nothing)"),
+        (["--elastic", "-H", "localhost", "epochs=1,2", "--multirun"], "--elastic starts one run again and again"),
         (["--elastic", "-H", "a", "--slots", "0"], "--slots 0 must be at least 1"),
         (["--elastic", "-H", "a", "--discover", "true"], "--discover and -H both name hosts"),
         (
@@ -201,10 +202,15 @@ def test_only_harmless_variables_are_passed_on() -> None:
     assert "HF_TOKEN" in passed_names(names, ["HF_TOKEN"])
 
 
-def test_the_folder_of_a_run() -> None:
+def test_the_folder_of_a_run(tmp_path: Path) -> None:
     train = [sys.executable, "-m", f"{PACKAGE}.train"]
     assert run_folder([*train, "hydra.run.dir=/elsewhere/run"]) == Path("/elsewhere/run")
     assert run_folder([*train, "model=cnn"]) == Path("runs/digits-cnn")
+    assert run_folder([*train, "--multirun", "hydra.sweep.dir=/sweep", "epochs=1,2"]) == Path("/sweep")
+    (tmp_path / "experiment").mkdir()
+    text = "# @package _global_\nhydra:\n  run:\n    dir: /elsewhere/${name}\n"
+    (tmp_path / "experiment" / "there.yaml").write_text(text)
+    assert run_folder([*train, "--config-dir", str(tmp_path), "experiment=there", "name=x"]) == Path("/elsewhere/x")
     with pytest.raises(UserError, match="unknown option 'epoch'"):
         run_folder([*train, "epoch=3"])
 
@@ -244,6 +250,28 @@ def test_a_host_that_is_slow_and_a_discovery_that_fails_keep_no_other_host_waiti
     pool = Pool(discover, lambda host, known: str(never.wait() if host.name == "slow" else ""), Limits(1, None, 1, 3))
     while pool.choice() != [Host("b", 1), Host("c", 1)]:
         pass
+
+
+def test_what_is_wrong_with_a_discovery_is_said_once(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(elastic, "CHECK_EVERY_S", 0)
+    said: list[str | None] = [None, *["no network"] * 9, "no such file", "no such file", None, None, "no network"]
+    over = threading.Event()
+
+    def discover() -> list[Host]:
+        if not said:
+            over.set()
+            threading.Event().wait()
+        if trouble := said.pop(0):
+            raise UserError(trouble)
+        return [Host("a")]
+
+    Pool(discover, lambda host, known: "", Limits(1, None, 1, 3))
+    assert over.wait(30)
+    again = "the hosts can be listed again"
+    wanted = ["no network", "no such file", again, "no network"]
+    assert capsys.readouterr().out.splitlines() == [f"launch: {line}" for line in wanted]
 
 
 def test_what_hangs_has_a_limit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

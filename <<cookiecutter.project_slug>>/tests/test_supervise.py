@@ -1,5 +1,6 @@
 """What horovodrun and mpirun get wrong when a job ends before its time; two ranks without Horovod, so all is quick."""
 
+import os
 import re
 import signal
 import subprocess
@@ -11,7 +12,9 @@ import pytest
 from jobs import RANKS, ROOT, environment, is_alive, launched, start_job, wait_for_training
 from test_launch import TRANSPORTS
 
-from << cookiecutter.package_name >>.preemption import EXIT_CODE
+from << cookiecutter.package_name >> import agent
+from << cookiecutter.package_name >>.preemption import BURST_S, EXIT_CODE
+from << cookiecutter.package_name >>.supervise import Job, Part, Process
 
 DOWN_S = 15
 
@@ -67,6 +70,83 @@ def test_signals_reach_the_ranks_as_save_and_stop(tmp_path: Path, transport: str
 
 
 @each_transport
+def test_a_burst_of_signals_is_one(tmp_path: Path, transport: str) -> None:
+    with start("saves", tmp_path, transport) as job:
+        wait_for(tmp_path, "ready-*", 2)
+        for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGUSR1, signal.SIGTERM):
+            job.send_signal(number)
+            time.sleep(0.1)
+        output, _ = job.communicate(timeout=DOWN_S)
+    assert job.returncode == EXIT_CODE, output
+    check_down(tmp_path)
+
+
+def two_hosts(folder: Path, first: str, second: str) -> Job:
+    """A job of a rank on each of two hosts, which are this one; each runs a line of the shell in `folder`."""
+    program = [sys.executable, agent.__file__]
+    parts = [
+        Part(host, program, range(rank, rank + 1), [Process(f"rank {rank}", ["sh", "-c", line])])
+        for rank, (host, line) in enumerate({"a": first, "b": second}.items())
+    ]
+    return Job(parts, str(folder), grace_s=5)
+
+
+@pytest.mark.parametrize("code", [1, 9, 134])
+def test_the_first_end_counts_not_the_first_host(tmp_path: Path, code: int) -> None:
+    """Whatever the other rank makes of it."""
+    failure = two_hosts(tmp_path, f"until [ -e b ]; do :; done; sleep .2; exit {code}", "touch b; exit 7").wait(bool)
+    assert failure is not None
+    assert (failure.sentence, failure.host) == ("rank 1 on host b ended with code 7", "b")
+
+
+@pytest.mark.parametrize("code", [1, 134])
+def test_a_cause_counts_more_than_a_consequence(tmp_path: Path, code: int) -> None:
+    """The report of the cause may come later, over a slower link."""
+    failure = two_hosts(tmp_path, f"exit {code}", "sleep .4; exit 7").wait(bool)
+    assert failure is not None
+    assert (failure.code, failure.host) == (7, "b")
+
+
+@each_transport
+def test_an_agent_that_is_killed_is_noticed_and_leaves_nothing(tmp_path: Path, transport: str) -> None:
+    """Also not a child of a rank that holds the launcher's pipes and has a session of its own."""
+    with start("holds", tmp_path, transport) as job:
+        ranks = [int(file.read_text()) for file in wait_for(tmp_path, "process-*", 2)]
+        wait_for(tmp_path, "child-*", 2)
+        wait_for(tmp_path, "ready-*", 2)
+        (found,) = Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()
+        os.kill(int(found), signal.SIGKILL)
+        output, _ = job.communicate(timeout=2 * DOWN_S)
+    assert job.returncode == 1, output
+    assert "error: host localhost is lost: it cannot be reached, or its agent was killed there\n" in output
+    for process in [*ranks, *(int(file.read_text()) for file in tmp_path.glob("child-*"))]:
+        assert not is_alive(process)
+
+
+@each_transport
+def test_nobody_need_read_the_output(tmp_path: Path, transport: str) -> None:
+    """As in `launch/local.sh ... | head -1`."""
+    run = tmp_path / "run"
+    with start_job(2, run, "epochs=3", options=("--transport", transport)) as job:
+        assert job.stdout
+        job.stdout.readline()
+        job.stdout.close()
+        job.wait(timeout=120)
+    assert job.returncode == 0, (run / "logs" / "rank-0.log").read_text()
+    assert (run / "curves.png").exists()
+
+
+@each_transport
+def test_a_refusal_is_the_last_line(tmp_path: Path, transport: str) -> None:
+    with start_job(2, tmp_path, "data.global_batch=1", options=("--transport", transport)) as job:
+        output, _ = job.communicate(timeout=120)
+    assert job.returncode == 2
+    *_, last = output.splitlines()
+    assert last.startswith("error: the global batch of 1 is smaller than 2")
+    assert "Primary job" not in output
+
+
+@each_transport
 def test_ranks_that_do_not_save_in_time_are_ended(tmp_path: Path, transport: str) -> None:
     with start("deaf", tmp_path, transport, "--grace", "1") as job:
         wait_for(tmp_path, "ready-*", 2)
@@ -83,7 +163,7 @@ def test_a_second_signal_ends_all_at_once(tmp_path: Path, transport: str) -> Non
         wait_for(tmp_path, "ready-*", 2)
         for _ in range(2):
             job.send_signal(signal.SIGINT)
-            time.sleep(0.5)
+            time.sleep(BURST_S + 0.5)
         output, _ = job.communicate(timeout=DOWN_S)
     assert job.returncode == 128 + signal.SIGINT, output
     check_down(tmp_path)

@@ -6,6 +6,7 @@ it: then this host's part of the job ends too, so that nothing is left behind. W
 the ranks' own lines, marked.
 """
 
+import ctypes
 import json
 import os
 import select
@@ -15,6 +16,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ MPI_DAEMONS = ("orted", "prted")  # what mpirun starts its ranks with on other h
 POLL_S = 0.1
 SILENCE_S = 20.0
 TERM_S = 5.0  # between SIGTERM and SIGKILL
+PR_SET_PDEATHSIG = 1  # of <linux/prctl.h>
 
 
 class Agent:
@@ -34,16 +37,23 @@ class Agent:
         self._running: dict[str, subprocess.Popen[bytes]] = {}
         environment = {**os.environ, **order["environment"], JOB: self._job}
         for process in order["processes"]:
-            self._start(process["name"], process["command"], {**environment, **process["environment"]}, order["folder"])
+            self._start(process, {**environment, **process["environment"]}, order["folder"])
 
-    def _start(self, name: str, command: list[str], environment: dict[str, str], folder: str) -> None:
+    def _start(self, process: dict[str, Any], environment: dict[str, str], folder: str) -> None:
+        orphaned = partial(_end_with, os.getpid(), process["orphaned"])
         try:
-            self._running[name] = subprocess.Popen(
-                command, env=environment, cwd=folder, stdin=subprocess.DEVNULL, start_new_session=True
+            self._running[process["name"]] = subprocess.Popen(
+                process["command"],
+                env=environment,
+                cwd=folder,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+                preexec_fn=orphaned,  # this program has one thread
             )
         except OSError as error:
-            print(f"error: {error.strerror}: {error.filename}", file=sys.stderr)
-            _report(name, 127)
+            with suppress(OSError):
+                os.write(2, f"error: {error.strerror}: {error.filename}\n".encode())
+            _report(process["name"], 127)
 
     def reap(self) -> None:
         """Report the processes that have ended, and end what they left running: it may hold the output open."""
@@ -91,6 +101,13 @@ def _parent(process: int) -> tuple[int, str]:
     return 0, ""
 
 
+def _end_with(agent: int, number: int) -> None:
+    """In a process that is about to become a rank: it gets this signal when the agent has ended, however that was."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
+    if os.getppid() != agent:  # it has ended already
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
 def _kill_group(leader: int) -> None:
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(leader, signal.SIGKILL)
@@ -104,8 +121,12 @@ def _report(name: str, code: int) -> None:
 def commands() -> Iterator[str]:
     """What the launcher says; an empty string when it has said nothing for a moment. Ends when it is gone."""
     heard, pending = time.monotonic(), b""
+    ended = _ends_of_children()
     while time.monotonic() - heard < SILENCE_S:
-        if not select.select([0], [], [], POLL_S)[0]:
+        ready = select.select([0, ended], [], [], POLL_S)[0]
+        if ended in ready:  # to be reported at once: of two ranks that end, the first one counts
+            os.read(ended, 4096)
+        if 0 not in ready:
             yield ""
             continue
         chunk = os.read(0, 65536)
@@ -116,8 +137,19 @@ def commands() -> Iterator[str]:
         yield from (line.decode() for line in lines)
 
 
+def _ends_of_children() -> int:
+    """A pipe that can be read as soon as a child has ended."""
+    ended, tell = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    signal.set_wakeup_fd(tell, warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    return ended
+
+
 def main() -> None:
     """Follow the launcher's commands until it says stop, or says nothing more."""
+    if sys.argv[1:]:
+        print(f"error: {sys.argv[1]}: the launcher starts this, with no options: use launch", file=sys.stderr)
+        sys.exit(2)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, lambda *_: None)  # what is sent to a whole group is the launcher's to pass on
     talk = commands()

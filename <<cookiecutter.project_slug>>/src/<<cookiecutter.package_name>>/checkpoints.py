@@ -14,7 +14,7 @@ from typing import Any
 
 from .changes import changes, flat, read_config
 from .checkpoint import Checkpoint, Store, best_by, metric_of, store_folder
-from .errors import Parser, UserError
+from .errors import Parser, end_well
 from .manifest import read_manifest
 
 # The libraries that only some commands need are imported there: `list` must answer at once.
@@ -23,14 +23,10 @@ DAMAGED = 1
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run one command; returns the exit code: 0, 1 if a checkpoint is damaged, 2 for a user's error."""
-    try:
-        options = _parser().parse_args(arguments)
-        code: int = options.command(options)
-        return code
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    """Run one command; returns the exit code: 0, or 1 if a checkpoint is damaged."""
+    options = _parser().parse_args(arguments)
+    code: int = options.command(options)
+    return code
 
 
 def list_(options: argparse.Namespace) -> int:
@@ -334,4 +330,4 @@ def _age(created: str | None) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_well(lambda: sys.exit(main()), lambda: 0)

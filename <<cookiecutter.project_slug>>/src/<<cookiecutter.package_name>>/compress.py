@@ -39,7 +39,7 @@ from .checkpoint import META, Checkpoint, Store
 from .data import normalized
 from .distributed import Communicator, launched_rank, open_communicator
 from .engine import Engine, Hooks, open_engine
-from .errors import UserError, end_well
+from .errors import UserError, end_hydra_well, end_well
 from .evaluate import load_all, read_config
 from .export import FORMATS, writer
 from .files import follow_umask
@@ -508,4 +508,4 @@ def main(config: DictConfig) -> None:
 
 
 if __name__ == "__main__":
-    end_well(guarded(main), launched_rank)
+    end_hydra_well(guarded(main), launched_rank)

@@ -19,7 +19,7 @@ from .checks import Finding
 from .errors import Parser, end_at_sigterm, end_well
 from .hosts import Host, parse_hosts, read_hosts
 from .network import Network, is_here, parse_subnet
-from .probe import nearest
+from .probe import engines, nearest
 from .ssh import port_number
 from .survey import HERE, Survey
 
@@ -77,7 +77,7 @@ def check(
         findings += [*checks.check_limits(reports), *checks.check_folder(reports), *checks.check_lock(folder)]
     result = Diagnosis(findings, network)
     if not quick and not result.faults():
-        findings.append(_check_allreduce(hosts, network, port))
+        findings += [_check_allreduce(engine, hosts, network, port) for engine in engines()]
     return result
 
 
@@ -92,23 +92,23 @@ def _leave_token(folder: Path, closing: ExitStack) -> str:
     return file.name
 
 
-def _check_allreduce(hosts: Sequence[Host], network: Network | None, port: int | None) -> Finding:
-    """A real job: one rank on each host, or two on this one."""
+def _check_allreduce(engine: str, hosts: Sequence[Host], network: Network | None, port: int | None) -> Finding:
+    """A real job of one engine: one rank on each host, or two on this one."""
     places = ["-H", ",".join(_place(host) for host in hosts)] if network else ["-n", "2"]
     ways = [*(["--network", network.subnet] if network else []), *(["--port", str(port)] if port else [])]
     launch = [sys.executable, "-m", f"{__package__}.launch", "--no-check", *ways, *places]
-    job = [*launch, "--module", "probe", "--", "--allreduce"]
+    job = [*launch, "--module", "probe", "--", "--allreduce", engine]
     names = tuple(host.name for host in hosts)
     way_out = f"start it by hand to see more: {shlex.join(job)}"
     code, output, errors = _run(job)
     if code is None:
-        return Finding("fault", "allreduce", names, f"a job on these hosts did not end within {JOB_S} s", way_out)
+        return Finding("fault", "allreduce", names, f"a job of {engine} did not end within {JOB_S} s", way_out)
     measured = re.search(r'\{"ranks".*\}', output)
     if code or measured is None:
         said = next(iter(re.findall("^error: (.*)", errors, re.MULTILINE)), "it said nothing")
-        return Finding("fault", "allreduce", names, f"a job ended with code {code}: {said}", way_out)
+        return Finding("fault", "allreduce", names, f"a job of {engine} ended with code {code}: {said}", way_out)
     result = json.loads(measured[0])
-    found = f"{result['ranks']} ranks, 64 MiB of main memory at {result['megabytes_per_s']:.0f} MB/s"
+    found = f"{engine}: {result['ranks']} ranks, 64 MiB of main memory at {result['megabytes_per_s']:.0f} MB/s"
     return Finding("good", "allreduce", names, found)
 
 

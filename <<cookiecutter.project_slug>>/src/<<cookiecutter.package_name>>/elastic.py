@@ -47,6 +47,7 @@ class Pool:
         self._failures: dict[str, int] = {}
         self._aside_until: dict[str, float] = {}
         self._listed = discover()  # an error here is the user's to mend
+        self._trouble = ""  # why the hosts cannot be listed now
         self._faults: dict[str, str] = {}  # of the hosts that were asked
         self._asked: set[str] = set()  # those that have not answered yet
         self._unheard = {host.name for host in self._listed}  # the first start waits for all
@@ -95,11 +96,7 @@ class Pool:
 
     def _keep_up(self) -> None:
         while True:
-            try:
-                listed = self._discover()
-            except Exception as error:  # whatever it is, the job goes on
-                print(f"launch: {error}", flush=True)
-                listed = self._listed
+            listed = self._list_again()
             with self._lock:
                 self._listed = listed
                 self._unheard &= {host.name for host in listed}
@@ -108,6 +105,18 @@ class Pool:
             for host in due:  # each by itself: one that is slow keeps none waiting
                 threading.Thread(target=self._ask, args=(host,), daemon=True).start()
             time.sleep(CHECK_EVERY_S)
+
+    def _list_again(self) -> list[Host]:
+        """The hosts as they are listed now, or as they were; says what is wrong when it begins, changes and is over."""
+        trouble, listed = "", self._listed
+        try:
+            listed = self._discover()
+        except Exception as error:  # whatever it is, the job goes on
+            trouble = str(error)
+        if trouble != self._trouble:
+            print(f"launch: {trouble or 'the hosts can be listed again'}", flush=True)
+        self._trouble = trouble
+        return listed
 
     def _ask(self, host: Host) -> None:
         with self._few:
@@ -189,7 +198,7 @@ def _wait_for_hosts(pool: Pool, limits: Limits, pause: float) -> list[Host] | No
     began = time.monotonic()
     with noticed_signals() as signals:
         while time.monotonic() < began + pause or not (hosts := pool.choice()):
-            if signals:
+            if signals.came:
                 return None
             if time.monotonic() > began + pause + limits.wait_s:
                 raise UserError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import errno
+import io
 import logging
 import os
 import re
@@ -12,6 +13,8 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing import active_children
 from typing import Any, NoReturn
 
 log = logging.getLogger(__name__)
@@ -45,6 +48,61 @@ class Parser(argparse.ArgumentParser):
         raise UserError(f"{message.removeprefix('argument ')}: --help lists the options")
 
 
+class _Output(io.FileIO):
+    """Standard output or error that nobody need read: what is written to a closed pipe or terminal is lost, no more."""
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            if error.errno not in (errno.EPIPE, errno.EIO):
+                raise
+            return len(data)
+
+
+def need_no_reader() -> None:
+    """Let this process go on when stdout or stderr is closed, as by `| head`, or was so from the beginning."""
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - for as long as the process lives
+        elif isinstance(stream, io.TextIOWrapper) and not isinstance(_raw(stream), _Output):
+            with suppress(OSError):
+                stream.flush()
+            raw = _Output(number, "w", closefd=False)
+            buffer: Any = io.BufferedWriter(raw) if stream.buffer is not _raw(stream) else raw  # PYTHONUNBUFFERED
+            settings = {key: getattr(stream, key) for key in ("encoding", "errors", "line_buffering", "write_through")}
+            setattr(sys, name, io.TextIOWrapper(buffer, **settings))
+
+
+def _raw(stream: io.TextIOWrapper) -> Any:
+    return getattr(stream.buffer, "raw", stream.buffer)
+
+
+def check_arguments(arguments: list[str]) -> None:
+    """Refuse in one sentence what Hydra's command line would refuse in many lines, or guess from its beginning.
+
+    Raises:
+        UserError: names the argument.
+    """
+    from hydra._internal.utils import get_args_parser
+
+    parser = get_args_parser()
+    parser.allow_abbrev = False
+    parser.error = Parser.error.__get__(parser)  # type: ignore[method-assign]
+    parser.parse_args(arguments)
+
+
+def end_hydra_well(main: Callable[[], object], rank: Callable[[], int]) -> None:
+    """Run Hydra's entry of a command as end_well() does."""
+
+    def command() -> None:
+        check_arguments(sys.argv[1:])
+        main()
+
+    end_well(command, rank)
+
+
 def end_at_sigterm() -> None:
     """Let SIGTERM end this process as an exit does, so that nothing of it stays: temporary files, other processes."""
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
@@ -57,8 +115,12 @@ def end_well(command: Callable[[], object], rank: Callable[[], int]) -> None:
     and the launcher takes the other ranks down as soon as this one is gone.
     """
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # lets Hydra's errors reach us
+    need_no_reader()
     try:
-        command()
+        try:
+            command()
+        finally:
+            sys.stdout.flush()  # a full disk is an error of the command too
     except KeyboardInterrupt:
         _end("interrupted", 130)
     except Exception as error:
@@ -80,10 +142,13 @@ def _end(sentence: str, code: int, *, silent: bool = False) -> NoReturn:
     if silent:
         time.sleep(1)  # rank 0 speaks for all, and the launcher ends it as soon as this one is gone
     else:
-        print(f"error: {sentence}", file=sys.stderr)
+        sys.stderr.write(f"error: {sentence}\n")  # at once: the launcher looks for the whole line
     logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for child in active_children():  # those that read data would wait for this process for ever
+        child.kill()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):
+            stream.flush()
     os._exit(code)
 
 

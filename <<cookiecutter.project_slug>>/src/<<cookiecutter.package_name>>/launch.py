@@ -17,6 +17,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,7 @@ PACKAGE = __package__.partition(".")[0]
 DISCOVER_S, ANSWER_S = 60, 20  # seconds for a command that lists hosts, and for a host to answer
 LEAST = {"grace": 0, "min": 1, "max": 1, "slots": 1, "wait": 0, "restarts": 0}
 SET_HERE = ("COLUMNS", "HYDRA_FULL_ERROR", "TTY_COMPATIBLE")  # variables that the ranks get from this program
+MAKE_RUNS = ("train", "compress")  # the modules that make the folder of a run
 ELASTIC_ALONE = ("discover", "min", "max", "slots", "wait", "restarts")
 
 
@@ -174,25 +176,29 @@ def discovered_hosts(options: argparse.Namespace) -> list[Host]:
     return [host if host.slots else Host(host.name, options.slots) for host in hosts]
 
 
-def named_folder(command: list[str]) -> Path | None:
-    """The folder of the run, where the command names it."""
-    named = [word.partition("=")[2] for word in command if word.startswith("hydra.run.dir=")]
-    return Path(named[-1]) if named else None
+def sweeps(command: list[str]) -> bool:
+    """Whether a training command makes several runs."""
+    return not {"--multirun", "-m", "hydra.mode=MULTIRUN"}.isdisjoint(command[3:])  # before them is python -m package
 
 
 def run_folder(command: list[str]) -> Path:
-    """The folder of the run that a training command makes.
+    """The folder of the run that a training command makes, as Hydra says; of a sweep that of all its runs.
 
     Raises:
         UserError: if the configuration refuses the command's options.
     """
-    if named := named_folder(command):
-        return named
-    asked = [*command, "--cfg", "job", "--resolve", "--package", "name"]
+    from omegaconf import OmegaConf
+
+    words, part = command[3:], "run"
+    if sweeps(command):  # Hydra shows no config of one; the values to try are lists
+        words, part = [word for word in words if word not in ("--multirun", "-m") and "," not in word], "sweep"
+    asked = [*command[:3], *words, "--cfg", "all", "--resolve", "--package", f"hydra.{part}"]
     done = subprocess.run(asked, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise UserError(done.stderr.strip().removeprefix("error: "))
-    return Path("runs", done.stdout.strip())
+    if not re.search("^dir: ", done.stdout, re.MULTILINE):  # --help makes no run
+        return Path("runs")
+    return Path(OmegaConf.select(OmegaConf.create(done.stdout), "dir"))
 
 
 def newest_checkpoint(folder: Path | None) -> str:
@@ -263,7 +269,7 @@ class Launcher:
 
     def _prepare_terminal(self) -> None:
         """Tell rank 0 the width of this terminal, or that there is none: mpirun gives it one of its own."""
-        if sys.stdout.isatty():
+        if os.isatty(1):
             os.environ["COLUMNS"] = str(shutil.get_terminal_size().columns)
         else:
             os.environ["TTY_COMPATIBLE"] = "0"
@@ -299,20 +305,28 @@ class Launcher:
             )
         return diagnosis.network
 
+    @cached_property
+    def folder(self) -> Path:
+        """That of the run, where the command makes one; else that of all runs."""
+        makes = self.options.module in MAKE_RUNS and not self.options.command
+        return run_folder(self.command) if makes else Path("runs")
+
     def _check(self, hosts: list[Host]) -> Diagnosis:
-        folder, mpi = named_folder(self.command) or Path("runs"), self.transport == "mpi"
-        return check(hosts, folder, self.options.port, self.options.network, quick=True, mpi=mpi)
+        mpi = self.transport == "mpi"
+        return check(hosts, self.folder, self.options.port, self.options.network, quick=True, mpi=mpi)
 
     def begin(self, hosts: list[Host]) -> Job:
         """Start a job."""
         start = self.start(hosts)
         if self.transport == "mpi":
-            return Job(plan_mpi(start, mpi_version() or 4), os.getcwd(), self.options.grace)
+            return Job(
+                plan_mpi(start, mpi_version() or 4), os.getcwd(), self.options.grace, own=not self.options.command
+            )
         if self._rendezvous is not None:  # a new one, at which nothing of an earlier start can call
             self._rendezvous.stop()
         self._rendezvous = meeting = open_rendezvous(start)
         parts = plan_gloo(start, meeting.address, meeting.port, meeting.secrets)
-        return Job(parts, os.getcwd(), self.options.grace, meeting.absent)
+        return Job(parts, os.getcwd(), self.options.grace, meeting.absent, own=not self.options.command)
 
     def fault(self, host: Host, known: bool) -> str:
         """Why a host cannot be used now; nothing if it can. One that is `known` to be fit need only answer."""
@@ -358,7 +372,9 @@ def launch_elastic(launcher: Launcher, options: argparse.Namespace) -> Failure |
         UserError: if it cannot be started like this.
     """
     trains = options.module == "train" and not options.command
-    folder = run_folder(launcher.command) if trains else None
+    if trains and sweeps(launcher.command):
+        raise UserError("--elastic starts one run again and again, not a sweep: leave --multirun or --elastic out")
+    folder = launcher.folder if trains else None
     before = newest_checkpoint(folder)
 
     def begin(hosts: list[Host]) -> Job:

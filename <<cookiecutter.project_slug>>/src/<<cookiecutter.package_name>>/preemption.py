@@ -19,6 +19,7 @@ log = logging.getLogger(__name__)
 EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: try again later; schedulers can requeue on it
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 ASK_EVERY_S = 1.0
+BURST_S = 1.0  # signals that come closer are one: to the rank, to its group, by the launcher
 
 
 class Preempted(UserError):
@@ -33,17 +34,19 @@ class Preemption:
     def __init__(self, communicator: Communicator) -> None:
         self._communicator = communicator
         self._signal: int | None = None
+        self._told_at = 0.0
         self.restart()
 
     def listen(self) -> None:
-        """Take over SIGTERM and SIGUSR1; a second one ends this process at once."""
+        """Take over SIGTERM and SIGUSR1; a second one, if it is not of the same burst, ends this process at once."""
         for number in SIGNALS:
             signal.signal(number, self._note)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if self._signal is not None:
+        if self._signal is None:
+            self._signal, self._told_at = number, time.monotonic()
+        elif time.monotonic() > self._told_at + BURST_S:
             os._exit(128 + number)
-        self._signal = number
 
     def restart(self) -> None:
         """Ask at the next call again: the calls to come may take longer than those before."""

@@ -72,10 +72,10 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=0, help="to listen on; any free one by default")
     parser.add_argument("--sees", metavar="NAME", help="say whether the folder has this file")
     parser.add_argument("--wait", action="store_true", help="listen until stdin ends; each line there lists addresses")
-    parser.add_argument("--allreduce", action="store_true", help="measure one, as a rank of a job")
+    parser.add_argument("--allreduce", choices=engines(), help="measure one by this engine, as a rank of a job")
     options = parser.parse_args()
-    if options.allreduce:
-        measure_allreduce()
+    if options.allreduce is not None:
+        measure_allreduce(options.allreduce)
         return
     with _listen(options.port) as server:
         print(json.dumps(asdict(report(options.folder, options.sees, server.getsockname()[1]))), flush=True)
@@ -146,11 +146,15 @@ def unreachable(addresses: Sequence[tuple[str, int]]) -> list[tuple[str, str]]:
     return [(address[0], reason) for address, reason in zip(addresses, reasons, strict=True) if reason]
 
 
-def measure_allreduce() -> None:
+def engines() -> list[str]:
+    """Those of this project."""
+    return [name for name in ("torch", "tensorflow") if find_spec(f".{name}", __package__)]
+
+
+def measure_allreduce(engine: str) -> None:
     """Print the algorithm bandwidth of allreduces: bytes of the tensor by the median time, as nccl-tests has it."""
     from .distributed import open_communicator
 
-    engine = next(name for name in ("torch", "tensorflow") if find_spec(f".{name}", __package__))
     communicator = open_communicator(engine)
     hvd = communicator.hvd
     tensor = importlib.import_module(engine).ones([ALLREDUCE_BYTES // 4])  # float32

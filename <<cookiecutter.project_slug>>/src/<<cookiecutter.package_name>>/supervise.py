@@ -16,11 +16,12 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from types import FrameType
 
 from .agent import MARK, POLL_S
-from .errors import FAILURE
+from .errors import FAILURE, USER_ERROR
+from .preemption import BURST_S
 from .preemption import EXIT_CODE as PREEMPTED
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
@@ -28,23 +29,30 @@ ALIVE_EVERY_S = 2.0
 SETTLE_S = 1.0  # after a first failure, for the others to say what they have to say
 GIVE_UP_S = 5.0  # after a rank has waited in vain, for the others to give up too: who stays is the one that was missed
 STOP_S = 10.0  # for the agents to end their processes
+DRAIN_S = 1.0  # for the last words of what has ended: something else may hold the pipe
 
 _REPORT = re.compile(MARK.encode() + rb'(\["[^"\n]*", \d+\])\n')
 # What mpirun says of the first rank that failed, in Open MPI 4 and 5.
 _MPI_EXIT = re.compile(rb"Process name: \[.*,(\d+)\]\s+Exit code: +(\d+)")
+# The last sentence of a command of this project, see errors.py.
+_SENTENCE = re.compile(rb"^error: [^\n]*\n?", re.MULTILINE)
+_FOLLOWS = (FAILURE, 128 + signal.SIGABRT)  # how a rank ends because of another one
 _MPI_SIGNAL = re.compile(rb"process rank (\d+) with PID \d+ on node \S+ exited\s+on\s+signal (\d+)")
 # What Gloo says when its time limit is over.
 _IN_VAIN = re.compile(rb"gloo\S+\d\] (Timed out waiting|Connect timeout|Read timeout|Application timeout|Wait timeout)")
-_FOLLOWS = (FAILURE, 128 + signal.SIGABRT)  # how a rank ends because of another one
 
 
 @dataclass(frozen=True)
 class Process:
-    """One process to start: its name in messages, its command, and what its environment has beside the host's."""
+    """One process to start: its name in messages, its command, and what its environment has beside the host's.
+
+    `orphaned` is the signal that it gets if its agent is killed; mpirun must have the time to end its ranks.
+    """
 
     name: str
     command: list[str]
     environment: dict[str, str] = field(default_factory=dict)
+    orphaned: int = signal.SIGKILL.value
 
 
 @dataclass(frozen=True)
@@ -68,19 +76,62 @@ class Failure:
     lost: bool = False
 
 
+class Errors:
+    """What the ranks say on stderr: passed on as it comes, but from the first one's last sentence on kept to the end.
+
+    What follows a refusal is noise of those that Horovod and mpirun take down with it; so the sentence comes last.
+    """
+
+    def __init__(self, holds: bool) -> None:
+        self._holds = holds  # the ranks run a command of this project
+        self._held = b""
+        self._lock = threading.Lock()
+
+    def add(self, text: bytes) -> None:
+        """Pass on a piece of text, or keep it."""
+        with self._lock:
+            begins = _SENTENCE.search(text) if self._holds else None
+            if self._held or begins:
+                first = 0 if self._held or begins is None else begins.start()
+                self._held += text[first:]
+                text = text[:first]
+            write_out(2, text)
+
+    def close(self, refused: bool) -> None:
+        """Say what was kept, sentences last; of a job that was `refused` those alone."""
+        with self._lock:
+            sentences = dict.fromkeys(_SENTENCE.findall(self._held))
+            noise = _SENTENCE.sub(b"", self._held)
+            write_out(2, b"".join([b"" if refused else noise, *sentences]))
+            self._holds, self._held = False, b""
+
+
+def write_out(stream: int, text: bytes) -> None:
+    """Write all of it to stdout (1) or stderr (2), or nothing where nobody reads that any more."""
+    with suppress(OSError):
+        while text:
+            text = text[os.write(stream, text) :]
+
+
 class _Link:
     """The launcher's end of the connection to an agent."""
 
-    def __init__(self, part: Part, folder: str, job: str) -> None:
+    def __init__(self, part: Part, folder: str, job: str, errors: Errors) -> None:
         self.part = part
-        self.codes: dict[str, int] = {}  # of the processes that have ended, in the order of their ends
+        self.codes: dict[str, int] = {}  # of the processes that have ended
+        self.ended: dict[str, float] = {}  # when that was heard
         self.first: tuple[int, int] | None = None  # the rank that failed first, and its code, as mpirun says
         self.gave_up = False  # a rank here has waited for another one in vain
+        self._errors = errors
+        # Ranks see a terminal if there is one; else what they print goes through here: nobody may read it any more.
+        output = None if os.isatty(1) else subprocess.PIPE
         self._process = subprocess.Popen(
-            part.start, stdin=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True, bufsize=0
+            part.start, stdin=subprocess.PIPE, stdout=output, stderr=subprocess.PIPE, start_new_session=True, bufsize=0
         )
-        self._reader = threading.Thread(target=self._relay, daemon=True)
-        self._reader.start()
+        relays = [self._relay, *([self._relay_output] if output else [])]
+        self._readers = [threading.Thread(target=relay, daemon=True) for relay in relays]
+        for reader in self._readers:
+            reader.start()
         processes = [asdict(process) for process in part.processes]
         order = {"job": job, "folder": folder, "environment": part.environment, "processes": processes}
         self.say(json.dumps(order))
@@ -96,8 +147,11 @@ class _Link:
         return len(self.codes) == len(self.part.processes)
 
     def gone(self) -> bool:
-        """Whether the agent has ended, or the connection to it."""
-        return self._process.poll() is not None and not self._reader.is_alive()
+        """Whether the agent has ended, or the connection to it; its children may still hold the pipe."""
+        if self._process.poll() is None:
+            return False
+        self._drain()
+        return True
 
     def close(self, deadline: float) -> None:
         """Wait for the agent to end, and end the connection then."""
@@ -105,7 +159,16 @@ class _Link:
             self._process.wait(max(0.1, deadline - time.monotonic()))
         self._process.kill()
         self._process.wait()
-        self._reader.join(POLL_S)  # not for long: something else may hold the pipe
+        self._drain()
+
+    def _drain(self) -> None:
+        for reader in self._readers:
+            reader.join(DRAIN_S)
+
+    def _relay_output(self) -> None:
+        assert self._process.stdout
+        while chunk := os.read(self._process.stdout.fileno(), 65536):
+            write_out(1, chunk)
 
     def _relay(self) -> None:
         """Pass on what the host says on stderr, and take the reports out."""
@@ -113,13 +176,13 @@ class _Link:
         pending, recent = b"", b""
         while chunk := os.read(self._process.stderr.fileno(), 65536):
             text, reports, pending = _split(pending + chunk)
+            self.ended.update(dict.fromkeys(reports, time.monotonic()))
             self.codes.update(reports)
             recent = (recent + text)[-4000:]
             if self.first is None:
                 self.first = _first_of_mpi(recent)
             self.gave_up = self.gave_up or _IN_VAIN.search(recent) is not None
-            with suppress(OSError):
-                os.write(2, text)
+            self._errors.add(text)
 
 
 def _split(data: bytes) -> tuple[bytes, dict[str, int], bytes]:
@@ -147,10 +210,16 @@ class Job:
         folder: Where the ranks run.
         grace_s: How long they may take to save when they are told to stop.
         absent: The ranks that others wait for since the start.
+        own: Whether they run a command of this project, of which one sentence is the last.
     """
 
     def __init__(
-        self, parts: list[Part], folder: str, grace_s: float, absent: Callable[[], list[int]] = list[int]
+        self,
+        parts: list[Part],
+        folder: str,
+        grace_s: float,
+        absent: Callable[[], list[int]] = list[int],
+        own: bool = False,
     ) -> None:
         self._grace_s = grace_s
         self._absent = absent
@@ -158,8 +227,12 @@ class Job:
         self._told = False
         self.signalled = False  # told to stop from outside
         self._alive_at = 0.0
-        job = uuid.uuid4().hex
-        self._links = [_Link(part, folder, job) for part in parts]
+        self._folder, self._job = folder, uuid.uuid4().hex
+        self._errors = Errors(holds=own)
+        self._links = [self._connect(part) for part in parts]
+
+    def _connect(self, part: Part) -> _Link:
+        return _Link(part, self._folder, self._job, self._errors)
 
     def save_and_stop(self) -> None:
         """Tell the ranks to save and stop; they have the grace time for it."""
@@ -175,21 +248,24 @@ class Job:
         `enough` is asked all the time: once it says yes, the ranks are told to save and stop.
         """
         with noticed_signals() as signals:
+            failure = None
             try:
-                return self._watch(signals, enough)
+                failure = self._watch(signals, enough)
             finally:
                 self._stop()
+                self._errors.close(refused=failure is not None and failure.code == USER_ERROR)
+            return failure
 
-    def _watch(self, signals: list[int], enough: Callable[[], bool]) -> Failure | None:
+    def _watch(self, signals: Signals, enough: Callable[[], bool]) -> Failure | None:
         failure = None
         while not all(link.finished() for link in self._links):
             time.sleep(POLL_S)
-            self.signalled = bool(signals)
-            if signals or (not self._told and enough()):
+            self.signalled = signals.came
+            if signals.came or (not self._told and enough()):
                 self.save_and_stop()
             self._say_alive()
-            if len(signals) > 1:
-                return Failure("stopped by a second signal, without saving", 128 + signals[1])
+            if signals.again is not None:
+                return Failure("stopped by a second signal, without saving", 128 + signals.again)
             if failure is None:
                 failure = self._lost_host()
                 if failure:
@@ -214,16 +290,16 @@ class Job:
     def _lost_host(self) -> Failure | None:
         for link in self._links:
             if link.gone() and not (link.part.processes and link.finished()):
-                sentence = f"host {link.part.host} is lost: it cannot be reached, or has ended its part of the job"
+                sentence = f"host {link.part.host} is lost: it cannot be reached, or its agent was killed there"
                 return Failure(sentence, FAILURE, link.part.host, lost=True)
         return None
 
     def _failed_rank(self) -> Failure | None:
-        """The rank that failed first; one with exit code 1 may have failed only because another one was gone."""
+        """The rank that failed first; one that ends like those that miss another one is taken only if all did."""
         failed = [(link, name, code) for link in self._links for name, code in link.codes.items() if code != 0]
         if not failed:
             return None
-        link, name, code = min(failed, key=lambda one: one[2] == FAILURE)
+        link, name, code = min(failed, key=lambda one: (one[2] in _FOLLOWS, one[0].ended[one[1]]))
         host = link.part.host
         if link.first is not None:
             rank, code = link.first
@@ -270,29 +346,49 @@ class Job:
         }
 
     def _stop(self) -> None:
+        # Where an agent was killed another one ends what is left.
+        links = [self._connect(replace(link.part, processes=[])) if link.gone() else link for link in self._links]
         deadline = time.monotonic() + STOP_S
-        for link in self._links:
+        for link in links:
             link.say("stop")
-        for link in self._links:
+        for link in links:
             link.close(deadline)
 
 
+class Signals:
+    """The signals that told this process to stop: whether any `came`, and one that came `again` after the first burst.
+
+    A scheduler may send to the process, to its group and by another way at once: that is one wish to save and stop.
+    """
+
+    def __init__(self) -> None:
+        self.again: int | None = None
+        self._first = float("inf")
+
+    @property
+    def came(self) -> bool:
+        """Whether there was any."""
+        return self._first < float("inf")
+
+    def note(self, number: int, frame: FrameType | None) -> None:
+        """A handler of signals."""
+        self._first = min(self._first, time.monotonic())
+        if time.monotonic() > self._first + BURST_S:
+            self.again = number
+
+
 @contextmanager
-def noticed_signals() -> Iterator[list[int]]:
-    """The signals that come within, noted instead of obeyed."""
-    noticed: list[int] = []
-
-    def note(number: int, frame: FrameType | None) -> None:
-        noticed.append(number)
-
-    before: Mapping[int, object] = {number: signal.signal(number, note) for number in SIGNALS}
+def noticed_signals() -> Iterator[Signals]:
+    """The signals that come within, noted instead of obeyed; after one late ones are ignored, since all ends then."""
+    noticed = Signals()
+    before: Mapping[int, object] = {number: signal.signal(number, noticed.note) for number in SIGNALS}
     try:
         yield noticed
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]
+        for number, handler in before.items():  # an ignored one is ignored to the very end of the interpreter
+            signal.signal(number, signal.SIG_IGN if noticed.came else handler)  # type: ignore[arg-type]
 
 
 def announce(failure: Failure) -> None:
     """Say what has ended a job."""
-    print(f"error: {failure.sentence}", file=sys.stderr)
+    print(f"error: {failure.sentence}", file=sys.stderr, flush=True)

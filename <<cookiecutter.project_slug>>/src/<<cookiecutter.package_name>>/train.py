@@ -20,7 +20,7 @@ from .checkpoint import Store
 from .data import Splits
 from .distributed import Communicator, launched_rank, open_communicator
 from .engine import Engine, open_engine
-from .errors import UserError, end_well
+from .errors import UserError, end_hydra_well, end_well
 from .loop import Loop
 from .options import check_options
 from .ownership import TRAINING, check_folder
@@ -191,4 +191,4 @@ def main(config: DictConfig) -> None:
 
 
 if __name__ == "__main__":
-    end_well(guarded(main), launched_rank)
+    end_hydra_well(guarded(main), launched_rank)

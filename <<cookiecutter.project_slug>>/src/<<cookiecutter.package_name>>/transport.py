@@ -9,6 +9,7 @@ import ipaddress
 import os
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -148,7 +149,7 @@ def plan_mpi(start: Start, version: int) -> list[Part]:
     if here is None:
         here = _part(start, Host(socket.gethostname()), range(0), [])
         parts.append(here)
-    here.processes.append(Process("mpirun", mpirun_command(start, version, [agent.JOB])))
+    here.processes.append(Process("mpirun", mpirun_command(start, version, [agent.JOB]), orphaned=signal.SIGTERM.value))
     return parts
 
 

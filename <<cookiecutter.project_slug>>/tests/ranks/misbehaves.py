@@ -20,6 +20,9 @@ def main(what: str, folder: Path) -> None:
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     if what.startswith("saves"):
         signal.signal(signal.SIGUSR1, lambda *_: sys.exit(75))
+    if what == "holds":
+        child = subprocess.Popen(["sleep", "300"], start_new_session=True)
+        (folder / f"child-{rank}").write_text(str(child.pid))
     (folder / f"ready-{rank}").touch()
     if rank == 1 and what == "exits":
         sys.exit(7)

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import errno
 import signal
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from multiprocessing import forkserver, resource_tracker
 from typing import TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, get_worker_info
 from torch.utils.data import Dataset as TorchDataset
 
 from ..data import Dataset
 from ..errors import UserError
 from ..sampler import Indices, Share
 
+NO_SHARED_MEMORY = (
+    "/dev/shm is full, through which the processes that read data hand on what they read: enlarge it"
+    " (--shm-size=8g of a container), or use fewer data.workers, or none"
+)
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 Tensors = tuple[Tensor, Tensor]
@@ -31,13 +37,39 @@ class _Reader(TorchDataset[list[Tensors] | UserError]):
     def __getitem__(self, wanted: tuple[int, tuple[Indices, ...]]) -> list[Tensors] | UserError:
         epoch, parts = wanted
         try:
-            return [_tensors(*self.dataset.fetch(part, epoch)) for part in parts]
+            return [_shared(*self.dataset.fetch(part, epoch)) for part in parts]
         except UserError as error:
             return error  # raised in a worker it would come back wrapped in a traceback
 
 
 def _tensors(inputs: object, labels: object) -> Tensors:
     return torch.as_tensor(inputs), torch.as_tensor(labels)
+
+
+def _shared(inputs: object, labels: object) -> Tensors:
+    """Tensors, in a worker in shared memory already: what fails later, on the way to the rank, would never arrive."""
+    tensors = _tensors(inputs, labels)
+    if get_worker_info() is not None:
+        with _shared_memory():
+            for tensor in tensors:
+                tensor.share_memory_()  # type: ignore[no-untyped-call]
+    return tensors
+
+
+@contextmanager
+def _shared_memory() -> Iterator[None]:
+    """Errors for lack of shared memory as one sentence.
+
+    Raises:
+        UserError: names /dev/shm.
+    """
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        full = isinstance(error, OSError) and error.errno == errno.ENOSPC and error.filename is None
+        if full or "shared memory" in str(error):
+            raise UserError(NO_SHARED_MEMORY) from error
+        raise
 
 
 def _leave_signals_to_the_rank(worker: int) -> None:
@@ -88,7 +120,13 @@ def _load(
         # A fork would copy the threads of Horovod and MPI, which is not safe with InfiniBand.
         multiprocessing_context="forkserver" if workers else None,
     )
-    for result in loader:
+    with _shared_memory():
+        results = iter(loader)
+    while True:
+        with _shared_memory():
+            result = next(results, None)
+        if result is None:
+            return
         if isinstance(result, UserError):
             raise result
         yield result
