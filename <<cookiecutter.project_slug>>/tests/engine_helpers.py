@@ -12,7 +12,7 @@ from jobs import compose_config
 from << cookiecutter.package_name >>.build import open_data
 from << cookiecutter.package_name >>.data import ArrayDataset, Splits
 from << cookiecutter.package_name >>.distributed import Communicator
-from << cookiecutter.package_name >>.engine import open_engine
+from << cookiecutter.package_name >>.engine import open_engine, rank_file
 from << cookiecutter.package_name >>.sampler import Position, Sampler, Share
 
 RATE = 0.1
@@ -84,10 +84,12 @@ def check_snapshot(communicator: Communicator, folder: Path, draw: Callable[[], 
     """A snapshot is of its own moment and restores everything; `draw` takes random numbers of the framework."""
     engine, splits = make(communicator, "optimizer=adamw", *overrides)
     train(engine, splits)
-    write = engine.snapshot([engine.rank_state()])
+    part = engine.rank_state().copy()
+    write = engine.snapshot(engine.statistics())
     saved, numbers = engine.fingerprint(), (np.random.rand(3), np.array(draw()))
     train(engine, splits)
     write(folder)
+    part.tofile(rank_file(folder, 0))
     later = engine.fingerprint()
     other, _ = make(communicator, "optimizer=adamw", "seed=5", *overrides)
     other.restore(folder, rank=0)

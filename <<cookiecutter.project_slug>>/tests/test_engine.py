@@ -9,6 +9,7 @@ from engine_helpers import GOOD, MIXED, POISON, RATE, buffers, check_training, m
 from jobs import choices, compose_config
 
 from << cookiecutter.package_name >>.distributed import Communicator, open_communicator
+from << cookiecutter.package_name >>.engine import rank_file
 from << cookiecutter.package_name >>.errors import UserError
 
 
@@ -96,7 +97,7 @@ def test_a_poisoned_model_is_never_saved(communicator: Communicator) -> None:
     step(engine, POISON, range(4))
     assert math.isnan(engine.train_sums().loss)
     with pytest.raises(UserError, match="not finite and were not saved"):
-        engine.snapshot([engine.rank_state()])
+        engine.snapshot(engine.statistics())
 
 
 FIRST = {
@@ -107,7 +108,8 @@ FIRST = {
 
 def test_a_checkpoint_of_another_model_is_refused(engine: str, communicator: Communicator, tmp_path: Path) -> None:
     trained, _ = make(communicator)
-    trained.snapshot([trained.rank_state()])(tmp_path)
+    trained.snapshot(trained.statistics())(tmp_path)
+    trained.rank_state().tofile(rank_file(tmp_path, 0))
     other, _ = make(communicator, "model.width=8")
     before = other.fingerprint()
     with pytest.raises(UserError, match=rf"another model: .* {FIRST[engine]}"):

@@ -18,6 +18,7 @@ from torch import nn
 from << cookiecutter.package_name >>.checkpoint import Store
 from << cookiecutter.package_name >>.compress import compress
 from << cookiecutter.package_name >>.distributed import Communicator, open_communicator
+from << cookiecutter.package_name >>.engine import rank_files
 from << cookiecutter.package_name >>.errors import UserError
 from << cookiecutter.package_name >>.evaluate import evaluate_run
 from << cookiecutter.package_name >>.torch import measure
@@ -168,7 +169,7 @@ def test_rounding_is_trained_on_two_ranks(source: Path, tmp_path: Path) -> None:
     models = report_of(tmp_path)["models"]
     assert models["2-qat"]["accuracy"] >= models["before"]["accuracy"] - 0.01
     published = Store(tmp_path / "2-qat" / "checkpoints").find_good("artefact").folder
-    ranks = [state["buffers"] for state in torch.load(published / "ranks.pt", weights_only=True)]
+    ranks = [torch.load(file, weights_only=True)["buffers"] for file in rank_files(published)]
     places = [name.removesuffix(".highest") for name in ranks[0] if name.endswith(".highest")]
     assert any(ranks[0][f"{name}.highest"] != ranks[1][f"{name}.highest"] for name in places), (
         "each sees its own samples"

@@ -57,7 +57,7 @@ def check_equal(reports: Reports, mpi: bool) -> list[Finding]:
     pythons = {host: ".".join(report.python.split(".")[:2]) for host, report in reports.items()}
     findings = [
         _same("code", {host: _code(report) for host, report in reports.items()}, "bring the same commit to all hosts"),
-        _same("python", pythons, "use the same minor version on all hosts: pickled objects travel between the ranks"),
+        _same("python", pythons, "use the same minor version on all hosts, with the same packages"),
     ]
     for name in _packages(reports):
         way_out = "install the same versions there, best from one lock file, wheel or image"

@@ -124,15 +124,17 @@ def _carry_out(
     with open_dict(training):
         training.model, training.compress = plan.model, plan.recipe
     store = open_store(training, folder)
-    report = communicator.on_writer(lambda: Report.read(folder), "report")
-    if report is not None:
+    done = communicator.on_writer(lambda: [vars(one) for one in [Report.read(folder)] if one], "report")
+    if done:
+        report = Report(**done[0])
         communicator.on_writer(lambda: _show_again(folder, report), "result")
         return report
     if config.compress.method == "quantize":
         quantize(training, folder, plan, communicator, trusted)
     else:
         finetune(training, folder, plan, trusted)
-    return communicator.on_writer(lambda: finish(training, folder, store, plan, (*trusted, *own)), "artefact")
+    trusted = (*trusted, *own)
+    return Report(**communicator.on_writer(lambda: vars(finish(training, folder, store, plan, trusted)), "artefact"))
 
 
 def _trusted(config: DictConfig, training: DictConfig) -> tuple[str, ...]:
@@ -180,7 +182,7 @@ def _agree_on_plan(
 ) -> Plan:
     engine = open_engine(training, communicator)  # as the source: what it claims comes before any collective
     communicator.on_writer(lambda: closing.enter_context(run_lock(folder)), "folder")
-    return communicator.on_writer(lambda: make_plan(config, training, engine, folder), "plan")
+    return Plan(**communicator.on_writer(lambda: vars(make_plan(config, training, engine, folder)), "plan"))
 
 
 def training_config(config: DictConfig) -> DictConfig:

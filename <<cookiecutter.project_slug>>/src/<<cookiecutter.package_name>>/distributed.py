@@ -15,14 +15,20 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any, TypedDict, TypeVar
+
+import numpy as np
+import numpy.typing as npt
 
 from .errors import UserError, user_sentence
+from .messages import LARGEST, decode, encode
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+Bytes = npt.NDArray[np.uint8]
 
 ASK_AGAIN_S = 10.0
+BLOCK = 2**25  # bytes that the writing rank takes at once
 
 # What each launcher says about a process, in the order in which one launcher may run inside another.
 RANK_VARIABLES = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
@@ -50,11 +56,12 @@ def launched_rank() -> int:
 class Communicator:
     """The ranks of one job. `hvd` is Horovod's module for the framework (horovod.torch, ...).
 
-    `tensor` makes a float64 tensor of the framework from nested lists.
+    `tensor` makes a tensor of the framework, on the CPU, from a numpy array. What travels is data alone (see
+    messages.py): Horovod's own functions for objects would run what a pickle from the network says.
     """
 
     hvd: Any
-    tensor: Callable[[list[list[float]]], Any]
+    tensor: Callable[[npt.NDArray[Any]], Any]
     rank: int
     size: int
     local_rank: int
@@ -66,24 +73,65 @@ class Communicator:
         return self.rank == 0
 
     def gather(self, value: T, name: str) -> list[T]:
-        """Every rank's value, in rank order, on every rank."""
+        """Every rank's value, in rank order, on every rank; what can travel is said in messages.encode()."""
         if self.size == 1:
             return [value]
-        return list(self.hvd.allgather_object(value, name=name))
+        message = encode(value)
+        sizes = self._sizes(len(message), name)
+        received = self._allgather(message, name)
+        parts = np.split(received, np.cumsum(sizes)[:-1])
+        return [_decode(part, rank, name) for rank, part in enumerate(parts)]
 
     def broadcast(self, value: T, name: str) -> T:
-        """Rank 0's value on every rank."""
+        """Rank 0's value on every rank; the others' `value` is not looked at."""
         if self.size == 1:
             return value
-        result: T = self.hvd.broadcast_object(value, root_rank=0, name=name)
+        message = encode(value) if self.rank == 0 else np.zeros(0, np.uint8)
+        size = _checked(int(self._broadcast(np.array([len(message)]), f"{name}.size")[0]), 0, name)
+        received = self._broadcast(message if self.rank == 0 else np.zeros(size, np.uint8), name)
+        result: T = value if self.rank == 0 else _decode(received, 0, name)
         return result
+
+    def hand_over(self, part: Bytes, take: Callable[[Bytes], object], name: str) -> list[int]:
+        """Give every rank's bytes, in rank order, to the writing rank's `take`, a block at a time.
+
+        No rank ever holds more than its own part and a block. `take` must not fail: the others would wait.
+
+        Returns:
+            How many bytes each rank had, on every rank.
+        """
+        if self.size == 1:
+            take(part)
+            return [len(part)]
+        sizes = self._sizes(len(part), name, largest=2**63 - 1)
+        first = sum(sizes[: self.rank])  # where this rank's part begins in the row of all
+        for start in range(0, sum(sizes), BLOCK):
+            low, high = (min(max(end - first, 0), len(part)) for end in (start, start + BLOCK))
+            splits = np.array([high - low, *[0] * (self.size - 1)], np.int32)
+            # Of all collectives this one alone can bring bytes to one rank and to no other.
+            block, _ = self.hvd.alltoall(self.tensor(part[low:high]), splits=self.tensor(splits), name=name)
+            if self.writes:
+                take(block.numpy())
+        return sizes
+
+    def _sizes(self, size: int, name: str, largest: int = LARGEST) -> list[int]:
+        sizes = self._allgather(np.array([size]), f"{name}.size").tolist()
+        return [_checked(one, rank, name, largest) for rank, one in enumerate(sizes)]
+
+    def _allgather(self, array: npt.NDArray[Any], name: str) -> npt.NDArray[Any]:
+        received: npt.NDArray[Any] = self.hvd.allgather(self.tensor(array), name=name).numpy()
+        return received
+
+    def _broadcast(self, array: npt.NDArray[Any], name: str) -> npt.NDArray[Any]:
+        received: npt.NDArray[Any] = self.hvd.broadcast(self.tensor(array), root_rank=0, name=name).numpy()
+        return received
 
     def sum(self, values: list[float], name: str) -> list[float]:
         """The sums over ranks, added in rank order so that every rank gets the same bits."""
         if self.size == 1:
             return values
         # One collective where gather() needs two: this is called within the training loop.
-        rows = self.hvd.allgather(self.tensor([values]), name=name).numpy().tolist()
+        rows = self._allgather(np.array([values], np.float64), name).tolist()
         return [sum(column) for column in zip(*rows, strict=True)]
 
     def together(self, step: Callable[[], T], name: str) -> T:
@@ -115,7 +163,7 @@ class Communicator:
                 break
         result, report = answer
         if report:
-            _raise(report.sentence, [report])
+            _raise(report["sentence"], [report])
         return result  # type: ignore[return-value]
 
     def check_equal(self, value: str, what: str) -> None:
@@ -208,10 +256,16 @@ def _import_horovod(framework: str) -> Any:
         ) from error
 
 
-def _tensor_maker(framework: str) -> Callable[[list[list[float]]], Any]:
+def _tensor_maker(framework: str) -> Callable[[npt.NDArray[Any]], Any]:
     module = importlib.import_module(framework)
-    make = module.tensor if framework == "torch" else module.constant
-    return lambda values: make(values, dtype=module.float64)
+    if framework == "torch":
+        return lambda array: module.from_numpy(array if array.flags.writeable else array.copy())
+
+    def on_cpu(array: npt.NDArray[Any]) -> Any:
+        with module.device("CPU:0"):
+            return module.constant(array)
+
+    return on_cpu
 
 
 def _check_size(size: int) -> None:
@@ -228,8 +282,9 @@ def _first_variable(names: tuple[str, ...]) -> str | None:
     return next((os.environ[name] for name in names if os.environ.get(name)), None)
 
 
-@dataclass(frozen=True)
-class _Report:
+class _Report(TypedDict):
+    """Why a rank could not do its step, and whether that is the user's to mend."""
+
     sentence: str
     user: bool
 
@@ -240,11 +295,11 @@ def _attempt(step: Callable[[], T]) -> tuple[T | None, _Report | None]:
     except Exception as error:
         log.exception("failed")
         sentence = user_sentence(error)
-        return None, _Report(sentence or f"{type(error).__name__}: {error}", user=sentence is not None)
+        return None, _Report(sentence=sentence or f"{type(error).__name__}: {error}", user=sentence is not None)
 
 
 def _raise(sentence: str, reports: list[_Report]) -> None:
-    if reports and all(report.user for report in reports):
+    if reports and all(report["user"] for report in reports):
         raise UserError(sentence, agreed=True)
     if reports:
         raise RuntimeError(sentence)
@@ -252,7 +307,27 @@ def _raise(sentence: str, reports: list[_Report]) -> None:
 
 def _one_sentence(reports: list[_Report | None]) -> str:
     """The sentence itself if all ranks say the same, else each failing rank's with its number."""
-    sentences = [report.sentence if report else None for report in reports]
+    sentences = [report["sentence"] if report else None for report in reports]
     if len(set(sentences)) == 1:
         return str(sentences[0])
     return "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(sentences) if text)
+
+
+def _checked(size: int, rank: int, name: str, largest: int = LARGEST) -> int:
+    if not 0 <= size <= largest:
+        raise RuntimeError(_foreign(rank, name, f"{size} bytes"))
+    return size
+
+
+def _decode(message: npt.NDArray[Any], rank: int, name: str) -> Any:
+    try:
+        return decode(message)
+    except ValueError as error:
+        raise RuntimeError(_foreign(rank, name, str(error))) from error
+
+
+def _foreign(rank: int, name: str, why: str) -> str:
+    return (
+        f"what rank {rank} sent as '{name}' is no message of this project ({why}): start all ranks with the same code,"
+        " in a network that you trust"
+    )

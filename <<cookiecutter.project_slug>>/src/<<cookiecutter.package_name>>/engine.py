@@ -11,8 +11,13 @@ from typing import Any, Protocol
 import numpy.typing as npt
 
 from .data import Dataset
-from .distributed import Communicator
+from .distributed import Bytes, Communicator
 from .sampler import Indices, Share
+
+NO_RANK = (
+    "{} is not there: another version of this project made the checkpoint, or model.fit did; start from its weights"
+    " with weights_from=..."
+)
 
 
 @dataclass(frozen=True)
@@ -67,20 +72,33 @@ class Engine(Protocol):
     def evaluate(self, dataset: Dataset, batches: Iterable[Indices]) -> Sums:
         """Loss, correct answers and count over this rank's batches, with batch-norm statistics of all ranks."""
 
-    def rank_state(self) -> dict[str, Any]:
-        """What differs between ranks and a resumed run needs: random generators, local statistics."""
+    def rank_state(self) -> Bytes:
+        """What differs between ranks and a resumed run needs, as a file: random generators, local statistics."""
 
-    def snapshot(self, rank_states: list[dict[str, Any]]) -> Callable[[Path], None]:
-        """Copy the state as it is now; the result writes that copy into a folder, from any thread."""
+    def statistics(self) -> dict[str, Any]:
+        """The local statistics of all ranks merged, as evaluate() takes them; all ranks call it together."""
+
+    def snapshot(self, statistics: dict[str, Any]) -> Callable[[Path], None]:
+        """Copy what all share as it is now, with `statistics`; the result writes it to a folder, from any thread."""
 
     def restore(self, folder: Path, rank: int | None) -> None:
-        """Take the state of a checkpoint; `rank` None when the number of ranks has changed."""
+        """Take a checkpoint's state, with this rank's rank_file(); `rank` None when the number of ranks has changed."""
 
     def load_weights(self, folder: Path) -> dict[str, str]:
         """Take the weights that fit from a checkpoint or model folder; what became of each, by name."""
 
     def fingerprint(self) -> str:
         """A hash of the weights."""
+
+
+def rank_file(folder: Path, rank: int) -> Path:
+    """Where a checkpoint has what rank_state() of this rank gave."""
+    return folder / f"rank-{rank}.state"
+
+
+def rank_files(folder: Path) -> list[Path]:
+    """All of them, in rank order."""
+    return [rank_file(folder, rank) for rank in range(len([*folder.glob("rank-*.state")]))]
 
 
 def open_engine(config: Any, communicator: Communicator) -> Engine:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import SpooledTemporaryFile
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from .checkpoint import Store, describe
-from .distributed import Communicator
-from .engine import Engine
+from .distributed import BLOCK, Bytes, Communicator
+from .engine import Engine, rank_file
 from .mirror import Mirror
 from .saver import Saver
 from .state import State
@@ -25,11 +27,13 @@ class RunSaver:
         saver: Writes, on the writing rank.
         mirror: Where to each checkpoint is uploaded, or None; only on the writing rank.
         config: The config as YAML, kept beside the weights.
+        spool: The store's folder, for what does not fit into memory.
     """
 
     def __init__(
-        self, communicator: Communicator, engine: Engine, saver: Saver, mirror: Mirror | None, config: str
+        self, communicator: Communicator, engine: Engine, saver: Saver, mirror: Mirror | None, config: str, spool: Path
     ) -> None:
+        self._spool = spool
         self._communicator = communicator
         self._engine = engine
         self._saver = saver
@@ -42,10 +46,11 @@ class RunSaver:
         """Save, unless nothing has happened since the last save; returns as soon as training may go on."""
         if self._saved == (state.step, state.ended):
             return
-        ranks = self._communicator.gather(self._engine.rank_state(), "rank_state")
+        statistics = self._engine.statistics()
+        parts = Parts(self._communicator, self._engine.rank_state(), self._spool)
         meta = self._described | _measured(state)
         self._communicator.on_writer(
-            lambda: self._saver.save(state.step, lambda: self._snapshot(ranks, state), meta), "save"
+            lambda: self._saver.save(state.step, lambda: self._snapshot(statistics, parts, state), meta), "save"
         )
         self.has(state)
 
@@ -63,11 +68,12 @@ class RunSaver:
         if self._mirror:
             self._mirror.close(mirror_timeout)
 
-    def _snapshot(self, ranks: list[dict[str, Any]], state: State) -> Callable[[Path], None]:
-        write_engine = self._engine.snapshot(ranks)
+    def _snapshot(self, statistics: dict[str, Any], parts: Parts, state: State) -> Callable[[Path], None]:
+        write_engine = self._engine.snapshot(statistics)
 
         def write(folder: Path) -> None:
             write_engine(folder)
+            parts.write(folder)
             state.write(folder)
             (folder / "config.yaml").write_text(self._config, encoding="utf-8")
 
@@ -84,7 +90,42 @@ def open_saver(config: DictConfig, communicator: Communicator, engine: Engine, s
         max_failures=wanted.max_failures,
         published=mirror.upload if mirror else None,
     )
-    return RunSaver(communicator, engine, saver, mirror, OmegaConf.to_yaml(config))
+    return RunSaver(communicator, engine, saver, mirror, OmegaConf.to_yaml(config), store.folder)
+
+
+class Parts:
+    """What each rank has of its own, collected on the writing rank; all ranks make one together.
+
+    The writing rank holds small parts in memory and large ones in a file without a name, never those of all ranks.
+
+    Args:
+        communicator: The ranks.
+        part: This rank's.
+        folder: Where that file may lie.
+    """
+
+    def __init__(self, communicator: Communicator, part: Bytes, folder: Path) -> None:
+        self._error: OSError | None = None
+        self._file = SpooledTemporaryFile(BLOCK, dir=str(folder))  # noqa: SIM115, it lives as long as this
+        weakref.finalize(self, self._file.close)
+        self._sizes = communicator.hand_over(part, self._take, "rank_state")
+
+    def _take(self, block: Bytes) -> None:
+        if self._error is None:
+            try:
+                self._file.write(block.data)
+            except OSError as error:  # the other ranks go on handing over; the save fails when it is written
+                self._error = error
+
+    def write(self, folder: Path) -> None:
+        """One file for each rank, which then need read no other."""
+        if self._error is not None:
+            raise self._error
+        self._file.seek(0)
+        for rank, size in enumerate(self._sizes):
+            with rank_file(folder, rank).open("wb") as file:
+                for start in range(0, size, BLOCK):
+                    file.write(self._file.read(min(BLOCK, size - start)))
 
 
 def _measured(state: State) -> dict[str, Any]:

@@ -15,10 +15,12 @@ import numpy as np
 import tensorflow as tf
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save as pack
 
 from ..data import Dataset
-from ..distributed import Communicator
-from ..engine import Hooks, Sums
+from ..distributed import Bytes, Communicator
+from ..engine import NO_RANK, Hooks, Sums, rank_file, rank_files
 from ..errors import UserError
 from ..probe import gpu_name
 from ..sampler import Indices, Share
@@ -44,7 +46,7 @@ from .variables import (
 )
 
 POLICIES = {"fp32": "float32", "bf16": "mixed_bfloat16", "fp16": "mixed_float16"}
-RANKS, GENERATORS = "ranks.safetensors", "ranks.json"
+PLAIN, GENERATOR = "state", "tensorflow"  # of a rank's file: the key of its JSON, the name of TensorFlow's generator
 
 
 def build(config: Any, communicator: Communicator) -> TensorFlowEngine:
@@ -221,34 +223,30 @@ class TensorFlowEngine:
                 count += len(labels)
         return Sums(float(loss.numpy()), float(correct.numpy()), count)
 
-    def rank_state(self) -> dict[str, Any]:
+    def rank_state(self) -> Bytes:
         """Random generators and running statistics of this rank, as arrays and plain types."""
-        generator = tf.random.get_global_generator().state
-        return {
-            **host_state(),
-            "arrays": copies(self._local) | {"tensorflow": generator.numpy()},
-            "sums": (float(self._loss.numpy()), int(self._count.numpy())),
-        }
+        sums = (float(self._loss.numpy()), int(self._count.numpy()))
+        arrays = copies(self._local) | {GENERATOR: tf.random.get_global_generator().state.numpy()}
+        content = pack(arrays, {PLAIN: json.dumps({**host_state(), "sums": sums})})
+        return np.frombuffer(content, np.uint8)
 
-    def snapshot(self, rank_states: list[dict[str, Any]]) -> Callable[[Path], None]:
+    def statistics(self) -> Arrays:
+        """Batch-norm statistics, the means over all ranks."""
+        own = statistics(self.model)
+        means = averaged([variable.value for variable in own.values()], "statistics")
+        return {name: mean.numpy() for name, mean in zip(own, means, strict=True)}
+
+    def snapshot(self, statistics: Arrays) -> Callable[[Path], None]:
         """Copy weights and optimizer to the host; the weights get the ranks' mean statistics."""
-        weights = copies(named(self.model)) | _mean_statistics(
-            statistics(self.model), [state["arrays"] for state in rank_states]
-        )
+        weights = copies(named(self.model)) | statistics
         optimizer = copies(optimizer_variables(self.optimizer))
         hooks = self.hooks.state()
         if not all(np.isfinite(array).all() for array in weights.values() if array.dtype.kind == "f"):
             raise UserError("the weights are not finite and were not saved: lower optimizer.lr or set clip_norm")
-        arrays = {
-            f"{rank}/{name}": array for rank, state in enumerate(rank_states) for name, array in state["arrays"].items()
-        }
-        plain = [{key: value for key, value in state.items() if key != "arrays"} for state in rank_states]
 
         def save(folder: Path) -> None:
             write(weights, folder / FILE)
             write(optimizer, folder / OPTIMIZER)
-            write(arrays, folder / RANKS)
-            (folder / GENERATORS).write_text(json.dumps(plain), encoding="utf-8")
             save_hooks(hooks, folder)
 
         return save
@@ -257,24 +255,23 @@ class TensorFlowEngine:
         """Load on every rank."""
         weights, optimizer = read(folder / FILE), read(folder / OPTIMIZER)
         own, steps = named(self.model), optimizer_variables(self.optimizer)
-        ranks = _read_plain(folder / GENERATORS)
+        ranks = [_read_plain(file) for file in (rank_files(folder) if rank is None else [rank_file(folder, rank)])]
         check_shapes(shapes(own), shapes(weights))
         check_shapes(shapes(steps), shapes(optimizer))
         assign(own, weights)
         assign(steps, optimizer)
         self.hooks.restore(load_hooks(folder))
         if rank is not None:
-            self._set_rank_state(ranks[rank], read(folder / RANKS), rank)
-            self._set_sums([ranks[rank]["sums"]])
+            self._set_rank_state(ranks[0], read(rank_file(folder, rank)))
+            self._set_sums([ranks[0]["sums"]])
         elif self.communicator.writes:
             self._set_sums([state["sums"] for state in ranks])
 
-    def _set_rank_state(self, state: dict[str, Any], arrays: Arrays, rank: int) -> None:
-        mine = {name.removeprefix(f"{rank}/"): array for name, array in arrays.items() if name.startswith(f"{rank}/")}
+    def _set_rank_state(self, state: dict[str, Any], arrays: Arrays) -> None:
         set_host_state(state)
-        tf.random.get_global_generator().state.assign(mine.pop("tensorflow"))
-        check_shapes(shapes(self._local), shapes(mine))
-        assign(self._local, mine)
+        tf.random.get_global_generator().state.assign(arrays.pop(GENERATOR))
+        check_shapes(shapes(self._local), shapes(arrays))
+        assign(self._local, arrays)
 
     def _set_sums(self, sums: list[tuple[float, int]]) -> None:
         """Go on with the loss of the steps since the last log."""
@@ -391,18 +388,12 @@ def _normalizer(settings: Any) -> Callable[[tf.Tensor], tf.Tensor]:
     return normalize
 
 
-def _mean_statistics(names: Iterable[str], ranks: list[Arrays]) -> Arrays:
-    return {
-        name: np.mean([arrays[name] for arrays in ranks], axis=0).astype(ranks[0][name].dtype)
-        if ranks[0][name].dtype.kind == "f"
-        else ranks[0][name]
-        for name in names
-    }
-
-
-def _read_plain(file: Path) -> list[dict[str, Any]]:
+def _read_plain(file: Path) -> dict[str, Any]:
     try:
-        states: list[dict[str, Any]] = json.loads(file.read_text(encoding="utf-8"))
-        return [{**state, "sums": tuple(state["sums"])} for state in states]
-    except (OSError, ValueError, TypeError, KeyError) as error:
+        with safe_open(file, "numpy") as opened:
+            state: dict[str, Any] = json.loads(opened.metadata()[PLAIN])
+        return {**state, "sums": tuple(state["sums"])}
+    except FileNotFoundError as error:
+        raise UserError(NO_RANK.format(file)) from error
+    except (SafetensorError, OSError, ValueError, TypeError, KeyError) as error:
         raise UserError(f"{file} cannot be read ({error}): resume from another checkpoint") from error

@@ -39,7 +39,7 @@ def post_training(
         method: static (int8 weights and activations) | dynamic (int8 weights, activations by the range of each call) |
             fp16 (weights; the CPU computes in float32: smaller, not faster).
         calibration: This rank's batches for `static`, each (n, *data.shape), normalized; may be empty on some ranks.
-            LiteRT's converter calibrates by itself, so all samples are gathered: some 100s are enough.
+            LiteRT's converter calibrates by itself, so one rank gets all samples: some 100s are enough.
         communicator: The ranks.
         skip: Must be empty: the converter knows no such choice.
         trusted: As for load_model().
@@ -56,20 +56,23 @@ def post_training(
         raise UserError(
             f"compress.skip={skip[0]} is not possible for LiteRT, which decides by itself: leave it out", agreed=True
         )
-    samples = _gather(calibration, data_shape(folder), communicator) if method == "static" else []
+    shape = data_shape(folder)
+    samples, count = _gather(calibration, shape, communicator) if method == "static" else (np.zeros(0, np.float32), 0)
     report = communicator.on_writer(lambda: _convert(folder, target, method, samples, trusted), "convert")
-    return {**report, "calibration_samples": len(samples)}
+    return {**report, "calibration_samples": count}
 
 
-def _gather(calibration: Iterable[Floats], shape: Sequence[int], communicator: Communicator) -> list[Floats]:
-    """The samples of all ranks, in rank order."""
+def _gather(calibration: Iterable[Floats], shape: Sequence[int], communicator: Communicator) -> tuple[Floats, int]:
+    """The samples of all ranks, in rank order, on the writing rank; and how many there are."""
     batches = communicator.together(lambda: list(checked(calibration, shape)), "calibrate")
-    mine = [sample for batch in batches for sample in batch]
-    count_samples(len(mine), communicator)
-    return [sample for part in communicator.gather(mine, "calibration data") for sample in part]
+    mine = np.concatenate([np.zeros((0, *shape), np.float32), *batches])
+    count = count_samples(len(mine), communicator)
+    blocks = [np.zeros(0, np.uint8)]
+    communicator.hand_over(mine.ravel().view(np.uint8), blocks.append, "calibration data")
+    return np.concatenate(blocks).view(np.float32).reshape(-1, *shape), count
 
 
-def _convert(folder: Path, target: Path, method: str, samples: list[Floats], trusted: Sequence[str]) -> dict[str, Any]:
+def _convert(folder: Path, target: Path, method: str, samples: Floats, trusted: Sequence[str]) -> dict[str, Any]:
     target.parent.mkdir(parents=True, exist_ok=True)
     model = load_model(folder, trusted)
     made = converter(model, half=method == "fp16")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 import os
 import pickle
@@ -10,6 +11,7 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from hydra.utils import instantiate
 from safetensors import SafetensorError
@@ -18,13 +20,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ..data import Dataset
-from ..distributed import Communicator
-from ..engine import Hooks, Sums
+from ..distributed import Bytes, Communicator
+from ..engine import NO_RANK, Hooks, Sums, rank_file, rank_files
 from ..errors import UserError
 from ..sampler import Indices, Share
 from ..seeds import host_state, seed_host, set_host_state
 from ..weights import FILE, check_shapes, hash_arrays, load_hooks, report_shapes, save_hooks
-from .fake_quantize import merged_ranges, widest
+from .fake_quantize import merged_ranges
 from .loader import Tensors, read_batches, read_shares
 from .reducer import Reducer, averaged, broadcast_model
 
@@ -155,22 +157,30 @@ class TorchEngine:
                 count += len(labels)
         return Sums(loss.item(), correct.item(), count)
 
-    def rank_state(self) -> dict[str, Any]:
+    def rank_state(self) -> Bytes:
         """Random generators and running statistics of this rank, as tensors and plain types."""
-        return {
+        state = {
             **host_state(),
             "torch": torch.get_rng_state(),
             "cuda": torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None,
-            "buffers": {name: buffer.cpu().clone() for name, buffer in self.model.named_buffers()},
+            "buffers": {name: buffer.cpu() for name, buffer in self.model.named_buffers()},
             "sums": (self._loss.item(), self._count),
             "reducer": self.reducer.state(),
         }
+        file = io.BytesIO()
+        torch.save(state, file)
+        return np.frombuffer(file.getbuffer(), np.uint8)
 
-    def snapshot(self, rank_states: list[dict[str, Any]]) -> Callable[[Path], None]:
+    def statistics(self) -> dict[str, Tensor]:
+        """Batch-norm statistics and ranges of all ranks."""
+        buffers = dict(self.model.named_buffers())
+        means = averaged(buffers.values(), self.communicator, "statistics")
+        return dict(zip(buffers, means, strict=True)) | merged_ranges(self.model, self.communicator)
+
+    def snapshot(self, statistics: dict[str, Tensor]) -> Callable[[Path], None]:
         """Copy weights, optimizer and scaler to the host; the weights get the statistics of all ranks."""
         weights = self._copies.take("weights", dict(self.model.named_parameters()))
-        buffers = [state["buffers"] for state in rank_states]
-        weights |= _mean_buffers(buffers) | widest(self.model, buffers)
+        weights |= {name: tensor.cpu() for name, tensor in statistics.items()}
         training = {
             "optimizer": self._copies.take("optimizer", self.optimizer.state_dict()),
             "scaler": self._scaler.state_dict(),
@@ -183,14 +193,16 @@ class TorchEngine:
         def write(folder: Path) -> None:
             save_file({name: tensor.contiguous() for name, tensor in weights.items()}, folder / FILE)
             torch.save(training, folder / "optimizer.pt")
-            torch.save(rank_states, folder / "ranks.pt")
             save_hooks(hooks, folder)
 
         return write
 
     def restore(self, folder: Path, rank: int | None) -> None:
         """Load on every rank: a broadcast of optimizer state would make fresh optimizers take a step."""
-        training, ranks = _load_plain(folder / "optimizer.pt"), _load_plain(folder / "ranks.pt")
+        training = _load_plain(folder / "optimizer.pt")
+        files = rank_files(folder) if rank is None else [rank_file(folder, rank)]
+        # Files may be as large as the model: of those of others only what is looked at is read.
+        ranks = [_load_plain(file, mmap=rank is None) for file in files]
         self._load_weights(_load_tensors(folder / FILE, self.device))
         options = [{key: group[key] for key in group if key != "params"} for group in self.optimizer.param_groups]
         self.optimizer.load_state_dict(training["optimizer"])
@@ -200,8 +212,8 @@ class TorchEngine:
         if training["scaler"]:
             self._scaler.load_state_dict(training["scaler"])
         if rank is not None:
-            self._load_rank_state(ranks[rank])
-            self._set_sums([ranks[rank]["sums"]])
+            self._load_rank_state(ranks[0])
+            self._set_sums([ranks[0]["sums"]])
         elif self.communicator.writes:
             self._set_sums([state["sums"] for state in ranks])
 
@@ -262,10 +274,8 @@ class TorchEngine:
         """Evaluate with the batch-norm statistics and ranges of all ranks, then train on with this rank's own."""
         buffers = dict(self.model.named_buffers())
         own = [buffer.clone() for buffer in buffers.values()]
-        means = averaged(own, self.communicator, "statistics")
-        merged = dict(zip(buffers, means, strict=True)) | merged_ranges(self.model, self.communicator)
-        for name, buffer in buffers.items():
-            buffer.copy_(merged[name])
+        for name, merged in self.statistics().items():
+            buffers[name].copy_(merged)
         try:
             yield
         finally:
@@ -357,10 +367,12 @@ def _normalizer(settings: Any, device: torch.device) -> Callable[[Tensor], Tenso
     return normalize
 
 
-def _load_plain(file: Path) -> Any:
+def _load_plain(file: Path, *, mmap: bool = False) -> Any:
     """A file of tensors and plain values; one that wants more, as a harmful pickle does, is not loaded."""
     try:
-        return torch.load(file, map_location="cpu", weights_only=True)
+        return torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)
+    except FileNotFoundError as error:
+        raise UserError(NO_RANK.format(file)) from error
     except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
         raise UserError(f"{file} holds more than tensors and plain values, or less: resume from another") from error
 
@@ -370,13 +382,6 @@ def _load_tensors(file: Path, device: torch.device) -> dict[str, Tensor]:
         return load_file(file, device=str(device))
     except SafetensorError as error:
         raise UserError(f"{file} is no safetensors file ({error}): use another checkpoint") from error
-
-
-def _mean_buffers(ranks: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    return {
-        name: torch.stack([rank[name] for rank in ranks]).mean(dim=0) if own.is_floating_point() else own.clone()
-        for name, own in ranks[0].items()
-    }
 
 
 def _shapes(tensors: dict[str, Tensor]) -> dict[str, tuple[int, ...]]:

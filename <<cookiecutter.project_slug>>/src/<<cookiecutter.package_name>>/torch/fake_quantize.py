@@ -191,7 +191,8 @@ def merged_ranges(model: nn.Module, communicator: Communicator) -> dict[str, Ten
     if not names:
         return {}
     buffers = dict(model.named_buffers())
-    return widest(model, communicator.gather({name: buffers[name].cpu() for name in names}, "ranges"))
+    ranks = communicator.gather({name: buffers[name].cpu().numpy() for name in names}, "ranges")
+    return widest(model, [{name: torch.from_numpy(end) for name, end in ranges.items()} for ranges in ranks])
 
 
 def widest(model: nn.Module, ranks: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
