@@ -204,9 +204,11 @@ def test_a_rank_that_cannot_start_ends_all(job: Job) -> None:
 @each_engine
 def test_a_loss_that_is_not_a_number(job: Job, tmp_path: Path) -> None:
     faulty = ["data.source._target_=faulty.not_a_number", "~data.source.validation_fraction"]
-    stopped = job(2, *SMALL, *faulty, "model.hidden=[]")  # the activation of a hidden layer can make 0 of it
+    # The activation of a hidden layer can make 0 of it.
+    stopped = job(2, *SMALL, *faulty, "model.hidden=[]", "horovod.compression=fp16")
     assert stopped.returncode == 2
     assert stopped.stdout.count("error: the loss is not finite between steps") == 1
+    assert "try horovod.compression=none instead of fp16, or a larger horovod.predivide_factor" in stopped.stdout
     skipped = job(2, *SMALL, *faulty, "on_nan=skip", "model=cnn", "tracking.log_every=1", folder=tmp_path / "skip")
     assert skipped.returncode == 0, skipped.stdout
     assert values(tmp_path / "skip", "val/accuracy")[-1] > 0.9

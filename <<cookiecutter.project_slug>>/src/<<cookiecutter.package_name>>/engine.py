@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from .data import Dataset
 from .distributed import Bytes, Communicator
+from .errors import UserError
 from .sampler import Indices, Share
 
 NO_RANK = (
@@ -99,6 +100,27 @@ def rank_file(folder: Path, rank: int) -> Path:
 def rank_files(folder: Path) -> list[Path]:
     """All of them, in rank order."""
     return [rank_file(folder, rank) for rank in range(len([*folder.glob("rank-*.state")]))]
+
+
+def check_finite(finite: bool, compression: str) -> None:
+    """Refuse to save weights that are not finite.
+
+    Raises:
+        UserError: unless they are.
+    """
+    if not finite:
+        raise UserError(
+            f"the weights are not finite and were not saved:{other_wire(compression)} lower optimizer.lr"
+            " or set clip_norm"
+        )
+
+
+def other_wire(compression: str) -> str:
+    """What a sentence about numbers that are not finite says of compressed gradients; begins with a space."""
+    if compression == "none":
+        return ""
+    smaller = ", or a larger horovod.predivide_factor" if compression == "fp16" else ""
+    return f" try horovod.compression=none instead of {compression}{smaller},"
 
 
 def open_engine(config: Any, communicator: Communicator) -> Engine:

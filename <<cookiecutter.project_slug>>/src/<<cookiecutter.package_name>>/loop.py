@@ -14,7 +14,7 @@ from typing import NoReturn
 
 from .data import Splits
 from .distributed import Communicator
-from .engine import Engine, Sums
+from .engine import Engine, Sums, other_wire
 from .errors import UserError
 from .preemption import Preempted, Preemption
 from .sampler import Indices, Sampler, Share, evaluation_batches
@@ -72,6 +72,7 @@ class Loop:
     preemption: Preemption
     cadence: Cadence
     evaluation_batch: int
+    compression: str = "none"  # of gradients on the wire
 
     def fit(self, state: State) -> State:
         """Train from `state` to the end; the ranks' weights are proved equal before and after.
@@ -144,7 +145,8 @@ class Loop:
         if not math.isfinite(sums.loss):
             raise UserError(
                 f"the loss is not finite between steps {window.first + 1} and {state.step}: lower optimizer.lr,"
-                " set clip_norm, look at the data, or step over single bad batches with on_nan=skip",
+                f" set clip_norm,{other_wire(self.compression)} look at the data, or step over single bad batches with"
+                " on_nan=skip",
                 agreed=True,
             )
         metrics = {"train/loss": sums.loss / sums.count, "lr": learning_rate, "samples_per_s": window.rate()}

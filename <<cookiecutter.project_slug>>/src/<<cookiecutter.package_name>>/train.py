@@ -153,6 +153,7 @@ def fit(run: Run, state: State, record: Callable[[], None], resumed: bool) -> St
         preemption=run.preemption,
         cadence=open_cadence(config),
         evaluation_batch=config.data.evaluation_batch,
+        compression=str(config.horovod.compression),
     )
     began = time.monotonic()
     try:

@@ -9,6 +9,7 @@ from talk import expect
 from << cookiecutter.package_name >>.distributed import Communicator, open_communicator
 from << cookiecutter.package_name >>.errors import UserError
 from << cookiecutter.package_name >>.tensorflow.engine import build
+from << cookiecutter.package_name >>.tensorflow.optimizer import distribute
 from << cookiecutter.package_name >>.tensorflow.reducer import Reducer, averaged, broadcast_variables
 
 
@@ -34,6 +35,16 @@ def check_reducer(ranks: Communicator, groups: int | None, compression: str) -> 
             np.testing.assert_allclose(got, wanted, rtol=tolerance, atol=tolerance)
 
 
+def check_large(ranks: Communicator) -> None:
+    """Gradients that fp16 can hold only when they are divided first, and their sum not even then but after."""
+    for op, factor in (("sum", 2), ("average", 1)):
+        for compression, value in (("none", 40_000.0), ("fp16", 40_000.0), ("fp16", 80_000.0)):
+            optimizer = distribute(keras.optimizers.SGD(1.0), op=op, compression=compression, predivide_factor=4.0)
+            weight = keras.Variable(np.zeros(1, np.float32))
+            optimizer.apply([tf.constant([value])], [weight])
+            assert weight.numpy().tolist() == [-factor * value], (op, compression)
+
+
 def check_weights(ranks: Communicator) -> None:
     """Engines start equal on all ranks; one disturbed bit on one rank is noticed and named."""
     engine = build(compose_config("data.batch_size=8"), ranks)
@@ -51,6 +62,7 @@ def main() -> None:
     check_weights(ranks)
     for groups, compression in ((None, "none"), (3, "none"), (1, "fp16")):
         check_reducer(ranks, groups, compression)
+    check_large(ranks)
     if not ranks.hvd.mpi_enabled():
         expect(UserError, lambda: Reducer(op="adasum"), "adasum needs MPI")
     mean = averaged([tf.fill((2,), float(ranks.rank)), tf.constant(7)], "mean")

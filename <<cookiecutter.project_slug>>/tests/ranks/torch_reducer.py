@@ -42,6 +42,17 @@ def check_reducer(ranks: Communicator, groups: int | None, compression: Any) -> 
             torch.testing.assert_close(got, wanted, rtol=tolerance, atol=tolerance)
 
 
+def check_large(ranks: Communicator) -> None:
+    """Gradients that fp16 can hold only when they are divided first, and their sum not even then but after."""
+    for compression, value in (("none", 40_000.0), ("fp16", 40_000.0), ("fp16", 80_000.0)):
+        model = nn.Linear(1, 1, bias=False)
+        reducer = Reducer(model, ranks, compression=compression, predivide_factor=4.0)
+        reducer.start(last=True)
+        (model(torch.ones(1, 1)) * value).sum().backward()
+        reducer.finish()
+        assert [p.grad.item() for p in model.parameters() if p.grad is not None] == [2 * value], compression
+
+
 def check_powersgd(ranks: Communicator) -> None:
     """Exact for gradients of few samples; else what is lost in a step stays with the ranks, to the last bit of it."""
     torch.manual_seed(0)
@@ -82,6 +93,7 @@ def main() -> None:
     check_weights(ranks)
     for groups, compression in ((None, "none"), (3, "none"), (1, "fp16"), (None, {"_target_": "torch_halves.Halves"})):
         check_reducer(ranks, groups, compression)
+    check_large(ranks)
     check_powersgd(ranks)
     if not ranks.hvd.mpi_enabled():
         expect(UserError, lambda: Reducer(nn.Linear(1, 1), ranks, op="adasum"), "adasum needs MPI")

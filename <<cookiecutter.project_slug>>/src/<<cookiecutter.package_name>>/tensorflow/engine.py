@@ -20,7 +20,7 @@ from safetensors.numpy import save as pack
 
 from ..data import Dataset
 from ..distributed import Bytes, Communicator
-from ..engine import NO_RANK, Hooks, Sums, rank_file, rank_files
+from ..engine import NO_RANK, Hooks, Sums, check_finite, rank_file, rank_files
 from ..errors import UserError
 from ..probe import gpu_name
 from ..sampler import Indices, Share
@@ -73,6 +73,7 @@ class TensorFlowEngine:
         self.optimizer = _make_optimizer(config)
         self.optimizer.build(model.trainable_variables)
         horovod = config.horovod
+        self._compression = str(horovod.compression)
         self.reducer = Reducer(
             op="adasum" if horovod.op == "adasum" else "sum",
             compression=horovod.compression,
@@ -241,8 +242,8 @@ class TensorFlowEngine:
         weights = copies(named(self.model)) | statistics
         optimizer = copies(optimizer_variables(self.optimizer))
         hooks = self.hooks.state()
-        if not all(np.isfinite(array).all() for array in weights.values() if array.dtype.kind == "f"):
-            raise UserError("the weights are not finite and were not saved: lower optimizer.lr or set clip_norm")
+        finite = all(np.isfinite(array).all() for array in weights.values() if array.dtype.kind == "f")
+        check_finite(finite, self._compression)
 
         def save(folder: Path) -> None:
             write(weights, folder / FILE)

@@ -34,7 +34,7 @@ def distribute(
         optimizer: Any Keras 3 optimizer, built or not; a LossScaleOptimizer is wrapped as a whole.
         op: average | sum | adasum.
         compression: none | fp16, what travels on the wire.
-        predivide_factor: Divides before the sum, multiplies after it.
+        predivide_factor: Divides before the sum, multiplies after it; for fp16 before it is fp16, and after.
         groups: Into how many allreduces the gradients are grouped; None: one for each 25 MB.
 
     Raises:

@@ -26,7 +26,7 @@ class Reducer:
     Args:
         op: sum | average | adasum.
         compression: none | fp16, what travels on the wire.
-        predivide_factor: Divides before the sum, multiplies after it.
+        predivide_factor: Divides before the sum, multiplies after it; for fp16 before it is fp16, and after.
         groups: Into how many allreduces the gradients are grouped; None: one for each 25 MB.
     """
 
@@ -43,8 +43,8 @@ class Reducer:
         self._op = {"sum": hvd.Sum, "average": hvd.Average, "adasum": hvd.Adasum}[op]
         if compression not in ("none", "fp16"):
             raise UserError(f"horovod.compression={compression} is not there for tensorflow models: use fp16 or none")
-        self._compression = getattr(hvd.Compression, compression)
-        self._scales = {"prescale_factor": 1 / predivide_factor, "postscale_factor": predivide_factor}
+        self._halves = compression == "fp16"
+        self._factor = predivide_factor
         self._groups = groups
 
     def __call__(self, gradients: Sequence[Any]) -> list[Any]:
@@ -65,10 +65,19 @@ class Reducer:
         return result
 
     def _combine(self, tensors: list[tf.Tensor], name: str) -> list[tf.Tensor]:
-        options = {"op": self._op, "compression": self._compression, "ignore_name_scope": True}
+        if not self._halves:
+            return self._reduce(tensors, name, self._factor)
+        # Scaled in their own range: Horovod would do it in fp16.
+        halves = [tf.cast(one * tf.cast(1 / self._factor, one.dtype), tf.float16) for one in tensors]
+        reduced = zip(tensors, self._reduce(halves, name, 1.0), strict=True)
+        return [tf.cast(half, one.dtype) * tf.cast(self._factor, one.dtype) for one, half in reduced]
+
+    def _reduce(self, tensors: list[tf.Tensor], name: str, factor: float) -> list[tf.Tensor]:
+        options = {"op": self._op, "ignore_name_scope": True}
         if self._op == hvd.Adasum:  # its grouped form is broken in Horovod 0.28.1
             return [hvd.allreduce(one, name=f"{name}_{index}", **options) for index, one in enumerate(tensors)]
-        return list(hvd.grouped_allreduce(tensors, name=name, **options, **self._scales))
+        scales = {"prescale_factor": 1 / factor, "postscale_factor": factor}
+        return list(hvd.grouped_allreduce(tensors, name=name, **options, **scales))
 
 
 def broadcast_variables(variables: Iterable[Any]) -> None:

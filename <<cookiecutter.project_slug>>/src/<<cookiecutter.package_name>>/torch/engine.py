@@ -21,7 +21,7 @@ from torch.nn import functional
 
 from ..data import Dataset
 from ..distributed import Bytes, Communicator
-from ..engine import NO_RANK, Hooks, Sums, rank_file, rank_files
+from ..engine import NO_RANK, Hooks, Sums, check_finite, rank_file, rank_files
 from ..errors import UserError
 from ..sampler import Indices, Share
 from ..seeds import host_state, seed_host, set_host_state
@@ -60,6 +60,7 @@ class TorchEngine:
         self.communicator = communicator
         self.optimizer: torch.optim.Optimizer = instantiate(config.optimizer, _partial_=True)(model.parameters())
         horovod = config.horovod
+        self._compression = str(horovod.compression)
         self.reducer = Reducer(
             model,
             communicator,
@@ -187,8 +188,8 @@ class TorchEngine:
         }
         hooks = self.hooks.state()
         self._copies.wait()
-        if not all(tensor.isfinite().all() for tensor in weights.values() if tensor.is_floating_point()):
-            raise UserError("the weights are not finite and were not saved: lower optimizer.lr or set clip_norm")
+        finite = all(tensor.isfinite().all() for tensor in weights.values() if tensor.is_floating_point())
+        check_finite(finite, self._compression)
 
         def write(folder: Path) -> None:
             save_file({name: tensor.contiguous() for name, tensor in weights.items()}, folder / FILE)

@@ -33,7 +33,7 @@ class Reducer:
         compression: What travels on the wire: see open_compressor().
         rank: Of powersgd's matrices.
         op: average | adasum.
-        predivide_factor: Divides before the sum, multiplies after it.
+        predivide_factor: Divides before the sum, multiplies after it; for fp16 before it is fp16, and after.
         groups: Into how many buffers the gradients are split; None: one for each 25 MB.
     """
 
@@ -54,7 +54,8 @@ class Reducer:
             check_adasum(hvd, communicator.size)
         self._hvd = hvd
         self._adasum = op == "adasum"
-        self._scales = {"prescale_factor": 1 / predivide_factor, "postscale_factor": predivide_factor}
+        self._factor = predivide_factor
+        self._halves = compression == "fp16"
         self._alone = communicator.size == 1
         self._armed = False
         # Backward fills gradients from the last layer to the first.
@@ -63,7 +64,6 @@ class Reducer:
         self._made_by = [str(compression), rank]
         if op == "adasum" and self.compressor is not None:
             raise UserError(f"horovod.compression={compression} adds gradients up: use it with horovod.op=average")
-        self._wire = getattr(hvd.Compression, compression if self.compressor is None else "none")
         buckets = split([p.nbytes for p in parameters], [(p.dtype, p.device) for p in parameters], groups)
         self._groups = [_Group(index, [parameters[i] for i in bucket]) for index, bucket in enumerate(buckets)]
         for group in self._groups:
@@ -115,17 +115,22 @@ class Reducer:
     def _launch(self, group: _Group) -> None:
         tensors = group.parts if self._adasum else [group.buffer]
         op = self._hvd.Adasum if self._adasum else self._hvd.Sum
-        scales = {} if self._adasum else self._scales
+        whole = {"prescale_factor": 1 / self._factor, "postscale_factor": self._factor}
+        scales = {} if self._adasum or self._halves else whole
         for index, tensor in enumerate(tensors):
-            wire, context = self._wire.compress(tensor)
+            wire = self._halved(tensor) if self._halves else tensor
             handle = self._hvd.allreduce_async_(wire, name=f"gradients.{group.index}.{index}", op=op, **scales)
-            group.flights.append((handle, tensor, context))
+            group.flights.append((handle, tensor))
+
+    def _halved(self, tensor: Tensor) -> Tensor:
+        """Divided while it still has its own range: Horovod would do it in fp16, and multiply there."""
+        return torch.mul(tensor, 1 / self._factor, out=torch.empty_like(tensor, dtype=torch.float16))
 
     def _land(self, group: _Group) -> None:
-        for handle, tensor, context in group.flights:
-            result = self._wire.decompress(self._hvd.synchronize(handle), context)
-            if result.data_ptr() != tensor.data_ptr():
-                tensor.copy_(result)
+        for handle, tensor in group.flights:
+            result = self._hvd.synchronize(handle)
+            if self._halves:
+                tensor.copy_(result).mul_(self._factor)
         group.flights.clear()
         group.waiting = len(group.parameters)
 
@@ -137,7 +142,7 @@ class _Group:
         self.index = index
         self.parameters = parameters
         self.waiting = len(parameters)
-        self.flights: list[tuple[int, Tensor, Any]] = []
+        self.flights: list[tuple[int, Tensor]] = []
         first = parameters[0]
         self.buffer = torch.zeros(sum(p.numel() for p in parameters), dtype=first.dtype, device=first.device)
         self.parts = []  # of the buffer, one for each parameter
