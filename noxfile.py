@@ -63,10 +63,10 @@ def parse_answer(session: nox.Session, argument: str) -> tuple[str, str]:
     key, equals, value = argument.partition("=")
     if not equals or key not in QUESTIONS:
         known = ", ".join(QUESTIONS)
-        session.error(f"'{argument}' is no answer: write key=value with a key of {known}.")
+        session.error(f"'{argument}' is no answer: write key=value with a key of {known}")
     choices = QUESTIONS[key]
     if isinstance(choices, list) and value not in choices:
-        session.error(f"{key} is '{value}', but it must be one of {', '.join(choices)}.")
+        session.error(f"{key} is '{value}', but it must be one of {', '.join(choices)}")
     return key, value
 
 

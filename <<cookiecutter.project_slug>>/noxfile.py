@@ -48,7 +48,7 @@ def check_python(session: nox.Session) -> None:
     """Refuses an old interpreter now, not after the downloads."""
     wanted, here = PROJECT["requires-python"], platform.python_version()
     if here not in SpecifierSet(wanted):
-        session.error(f"nox runs on Python {here}, but the project needs {wanted}.")
+        session.error(f"nox runs on Python {here}, but the project needs {wanted}")
 
 
 def run(session: nox.Session, program: str, *arguments: str) -> None:
@@ -85,7 +85,7 @@ def install(session: nox.Session) -> None:
     announce_download(session)
     run(session, "pip", "install", *PINS)
     if not list(VENV.glob("lib/python*/site-packages/numpy")):
-        session.error(f"pip has not installed into {VENV}: '.venv/bin/pip config list' shows target, prefix or root.")
+        session.error(f"pip has not installed into {VENV}: '.venv/bin/pip config list' shows target, prefix or root")
     wheel = read(session, str(RECIPE)).strip()
     # pip would keep a Horovod of the same version that was built for another framework.
     run(session, "pip", "install", "--quiet", "--force-reinstall", "--no-deps", wheel)

@@ -246,4 +246,5 @@ def test_demo_refuses(argument: str, sentence: str) -> None:
     done = run(sys.executable, "-m", "nox", "-s", "demo", "--", argument)
     assert done.returncode != 0
     assert sentence in done.stdout + done.stderr
+    assert not re.search(r"\.\.\s", done.stdout + done.stderr), "nox itself ends a sentence"
     assert "Traceback" not in done.stdout + done.stderr
