@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -12,13 +13,23 @@ from pathlib import Path
 
 import pytest
 from conftest import Job
+from hydra import compose, initialize_config_module
+from hydra.core.hydra_config import HydraConfig
 from jobs import PACKAGE, ROOT, compose_config, environment, read_lines
+from omegaconf import DictConfig, OmegaConf
 
+from << cookiecutter.package_name >>.build import open_cadence
 from << cookiecutter.package_name >>.checkpoint import Store
+from << cookiecutter.package_name >>.compress import _composed
+from << cookiecutter.package_name >>.distributed import _check_writable
 from << cookiecutter.package_name >>.errors import UserError
+from << cookiecutter.package_name >>.evaluate import read_config
+from << cookiecutter.package_name >>.export import export
+from << cookiecutter.package_name >>.manifest import seal
 from << cookiecutter.package_name >>.options import check_options
 from << cookiecutter.package_name >>.ownership import COMPRESSION, TRAINING, check_folder, kind_of
 from << cookiecutter.package_name >>.resume import plan_from
+from << cookiecutter.package_name >>.sampler import Position
 from << cookiecutter.package_name >>.state import State, read_state
 from << cookiecutter.package_name >>.train import train
 
@@ -262,3 +273,81 @@ def test_two_sweeps_do_not_meet(tmp_path: Path) -> None:
     runs = {json.dumps(read_lines(run)[0]["lr"]): run.name for run in (tmp_path / "runs").glob("*-sweep/*")}
     assert len(runs) == 3
     assert all(f"optimizer.lr={rate}" in name for rate, name in zip(sorted(runs), sorted(runs.values()), strict=True))
+
+
+def test_jobs_of_a_sweep_over_epochs_or_sources_have_folders_of_their_own(tmp_path: Path) -> None:
+    """What Hydra would name them, without training."""
+    for module, values in (("train", ["epochs=1", "epochs=2"]), ("compress", ["from=runs/a", "from=runs/b"])):
+        with initialize_config_module(f"{PACKAGE}.conf", version_base="1.3"):
+            names = []
+            for value in values:
+                config = compose(module, ["name=it", value], return_hydra_config=True)
+                names.append(sweep_folder(config, value))
+        assert len({*names}) == 2, names
+
+
+def sweep_folder(config: DictConfig, override: str) -> str:
+    """The folder of a job of a sweep."""
+    HydraConfig.instance().set_config(config)
+    return str(config.hydra.sweep.subdir)
+
+
+def test_a_timeline_takes_the_place_of_no_other_file(finished: Path, tmp_path: Path) -> None:
+    (tmp_path / "notes").write_text("mine")
+    with pytest.raises(UserError, match=r"horovod.timeline=.*notes is a file of something else: name a new one"):
+        run_here(tmp_path / "run", f"horovod.timeline={tmp_path / 'notes'}")
+    assert (tmp_path / "notes").read_text() == "mine"
+    (tmp_path / "old").write_text("[\n")
+    _check_writable(tmp_path / "old")
+
+
+def test_a_measurement_leaves_the_trainings_timeline_alone(tmp_path: Path) -> None:
+    config = compose_config(*SMALL, f"horovod.timeline={tmp_path / 'timeline'}")
+    (tmp_path / ".hydra").mkdir()
+    OmegaConf.save(config, tmp_path / ".hydra" / "config.yaml", resolve=True)
+    assert read_config(tmp_path, []).horovod.timeline is None
+    assert read_config(tmp_path, ["horovod.timeline=other"]).horovod.timeline == "other"
+
+
+def test_fewer_epochs_than_are_done_are_the_end_though_nothing_was_measured() -> None:
+    cadence = open_cadence(compose_config(*SMALL, "epochs=2"))
+    for epoch, offset, finished in ((1, 8, False), (2, 0, False), (2, 8, True), (3, 0, True)):
+        state = State(samples=32, global_batch=8, world_size=1, position=Position(epoch, offset))
+        assert cadence.is_finished(state) is finished
+
+
+def test_a_result_is_shown_with_the_ranks_that_made_it(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    start = Store(finished / "checkpoints").newest_good()
+    assert start
+    two = replace(read_state(start.folder), world_size=2)
+    copy = Path(shutil.copytree(finished, finished.parent / "two"))
+    folder = copy / "checkpoints" / start.name
+    two.write(folder)
+    (folder / "MANIFEST.json").unlink()
+    seal(folder)
+    run_here(copy)
+    assert "2, 32" in capsys.readouterr().out
+
+
+def test_an_export_is_not_written_into_what_is_sealed(finished: Path, tmp_path: Path) -> None:
+    start = Store(finished / "checkpoints").newest_good()
+    assert start
+    before = contents(finished)
+    for target in (start.folder / "model", start.folder / "deeper" / "model", finished / "checkpoints/step-00000999"):
+        with pytest.raises(UserError, match=r"is a place of checkpoints: name another"):
+            export(finished, "best", target, "folder")
+    assert contents(finished) == before
+    (tmp_path / "link").symlink_to("nowhere")
+    with pytest.raises(UserError, match="exists: name a new one"):
+        export(finished, "best", tmp_path / "link", "folder")
+
+
+def test_steps_of_a_chain_take_any_name_and_source(finished: Path, tmp_path: Path) -> None:
+    """Such as the folders of a sweep, whose names Hydra would read as options."""
+    source = tmp_path / "lr=0.1_model.hidden=[4]"
+    with initialize_config_module(f"{PACKAGE}.conf", version_base="1.3"):
+        config = compose("compress", ["name='é 1'", f"from='{source}'", "compress=chain"])
+        steps = [("1-prune", ["compress=prune"]), ("2-fp16", ["compress=fp16"])]
+        both = [single for _, single in _composed(steps, config, tmp_path, True)]
+    assert [single.name for single in both] == ["é 1/1-prune", "é 1/2-fp16"]
+    assert [single["from"] for single in both] == [str(source), str(tmp_path / "1-prune")]

@@ -490,8 +490,9 @@ def _composed(
     """The config of each."""
     source, which = str(config["from"]), str(config.from_checkpoint)
     for name, overrides in steps:
-        own = [f"from={source}", f"from_checkpoint={which}", f"name={config.name}/{name}", f"resume={config.resume}"]
-        single = compose("compress", [*overrides, *own])
+        single = compose("compress", overrides)  # the rest as it is: Hydra would read an option in a folder's '='
+        own = {"from": source, "from_checkpoint": which, "name": f"{config.name}/{name}", "resume": config.resume}
+        single.update(own)
         check(single)
         if chain and single.compress.sweep:
             raise UserError(f"{name} has a compress.sweep, and a step has one result: sweep outside of the chain")

@@ -227,6 +227,8 @@ def _check_writable(file: Path) -> None:
     place = file if file.exists() else file.parent
     if not os.access(place, os.W_OK) or (not file.is_file() if file.exists() else not place.is_dir()):
         raise UserError(f"horovod.timeline={file} cannot be written: name a file in a folder that is there and yours")
+    if file.exists() and file.read_bytes()[:1] not in (b"", b"["):
+        raise UserError(f"horovod.timeline={file} is a file of something else: name a new one")
 
 
 def check_adasum(hvd: Any, size: int) -> None:

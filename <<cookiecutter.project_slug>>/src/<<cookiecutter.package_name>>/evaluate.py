@@ -25,13 +25,15 @@ from .weights import FILE
 def read_config(run: Path, changes: list[str], trusted: Sequence[str] = ()) -> DictConfig:
     """The config that a run was started with, with some options changed; `trusted` as for trust.check().
 
+    Its timeline is left out: it tells of the training, and what reads this config would write over it.
+
     Raises:
         UserError: if the folder is not a run's, an option does not exist, or what it names is not trusted.
     """
     file = run / ".hydra" / "config.yaml"
     if not file.exists():
         raise UserError(f"{run} is no run: it has no .hydra/config.yaml; name a folder such as runs/<name>")
-    return read_options(file, changes, trusted)
+    return read_options(file, ["horovod.timeline=null", *changes], trusted)
 
 
 def evaluate_run(run: Path, which: str, changes: list[str], trusted: Sequence[str] = ()) -> dict[str, float | str]:

@@ -7,6 +7,7 @@ run's validation data. Options of the data may follow, as in data.source.root=/e
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from importlib.util import find_spec
@@ -18,9 +19,10 @@ import numpy as np
 from omegaconf import DictConfig
 
 from .build import open_data
-from .checkpoint import Store, store_folder
+from .checkpoint import Store, is_name, store_folder
 from .data import normalized
 from .errors import Parser, UserError, end_well
+from .manifest import MANIFEST
 from .model_file import export_model
 from .options import MODEL_AND_DATA, read_options
 from .runtime import PROGRAMS, Floats, load_predictor, runtime_of, weigh
@@ -87,13 +89,15 @@ def export(
 
 
 def check_target(target: Path, kind: str) -> None:
-    """Refuse a target that exists, or whose name does not say what it holds.
+    """Refuse a target that exists, lies within a checkpoint, or whose name does not say what it holds.
 
     Raises:
         UserError: in these cases.
     """
-    if target.exists():
+    if os.path.lexists(target):
         raise UserError(f"{target} exists: name a new one for the model")
+    if is_name(target.name) or any((folder / MANIFEST).exists() for folder in target.absolute().parents):
+        raise UserError(f"{target} is a place of checkpoints: name another")
     if target.suffix != FORMATS[kind] and (FORMATS[kind] or target.suffix in FORMATS.values()):
         ending = f"end in {FORMATS[kind]}" if FORMATS[kind] else "be a folder's, without such an ending"
         raise UserError(f"{target} is no name for --format {kind}: it must {ending}")

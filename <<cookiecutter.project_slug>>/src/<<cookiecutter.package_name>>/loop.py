@@ -54,7 +54,9 @@ class Cadence:
         return self.patience is not None and state.stale >= self.patience
 
     def is_finished(self, state: State) -> bool:
-        """Whether nothing is left to train or to measure."""
+        """Whether nothing is left to train or to measure, or more is done than these epochs."""
+        if (state.position.epoch, state.position.offset) > (self.epochs, 0):
+            return True
         return self.is_over(state) and not owes_evaluation(state) and bool(state.metrics)
 
 

@@ -61,7 +61,7 @@ def carry_on(run: Run, begin: Callable[[], None], record: Callable[[], None]) ->
         start = run.communicator.on_writer(lambda: take_folder(run, closing), "folder")
         state = run.communicator.together(lambda: plan(run, start), "plan")
         if start is not None and open_cadence(run.config).is_finished(state):
-            return show_result(run, state)
+            return show_result(run, read_state(start))  # with the ranks that made it
         if start is not None:
             resume.restore(run.communicator, run.engine, start, state)
         else:
