@@ -126,7 +126,10 @@ def test_a_checkpoint_with_it_is_damaged(run: Path, kind: str, name: str, tmp_pa
         listed = bool(name) or kind in ("link", "folder")  # what is no folder is no checkpoint
         for command in (["list"], ["list", "--verify"], ["show"], ["verify"], ["diff"], ["push"], ["tag"]):
             extra = {"diff": ["10", "20"], "push": [f"file://{tmp_path}/mirror", "20"], "tag": ["new", "20"]}
-            code = main([command[0], str(run), *command[1:], *extra.get(command[0], [])])
+            try:
+                code = main([command[0], str(run), *command[1:], *extra.get(command[0], [])])
+            except UserError as error:
+                code = error.code
             wanted = {"verify": 1, "diff": 2, "push": 2, "tag": 2}.get(command[0], 0)
             assert not listed or code == wanted, (command, code)
         refused(lambda: store.find_good(20), "damaged|there is no")

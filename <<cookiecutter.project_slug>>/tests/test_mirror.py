@@ -367,8 +367,9 @@ def test_an_address_with_a_secret_is_refused_before_it_is_written_anywhere(
             action()
         assert "geheim" not in str(caught.value)
     for command in (["push", run, url], ["pull", url, run]):
-        assert main(command) == 2
-        assert "geheim" not in "".join(capsys.readouterr())
+        with pytest.raises(UserError) as caught:
+            main(command)
+        assert "geheim" not in "".join([*capsys.readouterr(), str(caught.value)])
 
 
 @pytest.mark.parametrize("url", FINE)
