@@ -100,6 +100,18 @@ def test_a_poisoned_model_is_never_saved(communicator: Communicator) -> None:
         engine.snapshot(engine.statistics())
 
 
+def test_a_rank_reads_its_own_file_alone(communicator: Communicator, tmp_path: Path) -> None:
+    engine, _ = make(communicator)
+    engine.snapshot(engine.statistics())(tmp_path)
+    with pytest.raises(UserError, match=r"rank-0.state is not there: .* start from its weights with weights_from"):
+        engine.restore(tmp_path, rank=0)
+    engine.rank_state().tofile(rank_file(tmp_path, 0))
+    rank_file(tmp_path, 1).write_bytes(b"no state")
+    engine.restore(tmp_path, rank=0)
+    with pytest.raises(UserError, match=r"rank-1.state"):
+        engine.restore(tmp_path, rank=None)
+
+
 FIRST = {
     "torch": r"0\.weight with \(4, 1, 3, 3\) .* \(8, 1, 3, 3\)",
     "tensorflow": r"block_0_conv/kernel with \(3, 3, 1, 4\) .* \(3, 3, 1, 8\)",

@@ -6,10 +6,15 @@ import logging
 from pathlib import Path
 from threading import Event, current_thread, main_thread
 
+import numpy as np
 import pytest
+from jobs import current_engine
 from store_helpers import check_invariants, content, small_disk, steps
 
+from << cookiecutter.package_name >> import save
 from << cookiecutter.package_name >>.checkpoint import Checkpoint, Store, StoreError, Writer
+from << cookiecutter.package_name >>.distributed import open_communicator
+from << cookiecutter.package_name >>.engine import rank_file
 from << cookiecutter.package_name >>.saver import Saver
 
 
@@ -167,3 +172,19 @@ def test_a_full_disk_does_not_end_the_training(tmp_path: Path, caplog: pytest.Lo
         check_invariants(store)
         assert steps(store) == [2, 5, 6]
         assert "(failure 2 of 3 in a row)" in caplog.text
+
+
+def test_parts_of_ranks_that_do_not_fit_into_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They lie beside the checkpoints under no name; a disk that they fill fails the save when it is written."""
+    monkeypatch.setattr(save, "BLOCK", 1000)
+    part = np.arange(5000, dtype=np.uint16).view(np.uint8)
+    (tmp_path / "target").mkdir()
+    parts = save.Parts(open_communicator(current_engine()), part, tmp_path)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["target"]
+    for _ in range(2):  # a save that failed is tried again
+        parts.write(tmp_path / "target")
+        assert rank_file(tmp_path / "target", 0).read_bytes() == part.tobytes()
+    with small_disk(tmp_path / "disk", megabytes=1) as disk:
+        full = save.Parts(open_communicator(current_engine()), np.zeros(2**22, np.uint8), disk)
+        with pytest.raises(OSError, match="No space left"):
+            full.write(tmp_path / "target")

@@ -46,6 +46,12 @@ def test_collectives_and_reducer(engine: str, script: str) -> None:
 
 
 @each_engine
+def test_no_rank_unpickles_what_another_sends(tmp_path: Path) -> None:
+    result = run_ranks(2, "-m", "poisoned", "tracking.tensorboard=false", "epochs=1", f"hydra.run.dir={tmp_path}/run")
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+@each_engine
 def test_digits_with_two_ranks(job: Job, tmp_path: Path) -> None:
     result = job(2)
     assert result.returncode == 0, result.stdout

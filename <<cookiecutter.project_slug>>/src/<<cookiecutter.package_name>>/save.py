@@ -115,7 +115,8 @@ class Parts:
             try:
                 self._file.write(block.data)
             except OSError as error:  # the other ranks go on handing over; the save fails when it is written
-                self._error = error
+                self._error = error.with_traceback(None)
+                self._file.close()  # the disk gets its space back
 
     def write(self, folder: Path) -> None:
         """One file for each rank, which then need read no other."""

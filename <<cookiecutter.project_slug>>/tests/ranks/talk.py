@@ -1,11 +1,15 @@
 """Run on 2 ranks by test_two_ranks.py: what the communicator promises, checked on every rank."""
 
 import os
+import pickle
 from collections.abc import Callable
+from typing import Any
 
+import numpy as np
 from jobs import current_engine
 
-from << cookiecutter.package_name >>.distributed import Communicator, open_communicator
+from << cookiecutter.package_name >> import distributed
+from << cookiecutter.package_name >>.distributed import Bytes, Communicator, open_communicator
 from << cookiecutter.package_name >>.errors import UserError
 
 
@@ -23,7 +27,46 @@ def check_talk(ranks: Communicator) -> None:
     assert ranks.broadcast(ranks.rank + 5, "b") == 5
     assert ranks.sum([1.0, float(ranks.rank)], "c") == [2.0, 1.0]
     assert ranks.together(lambda: ranks.rank, "d") == ranks.rank
+    assert ranks.gather((None, [ranks.rank, 0.1]), "tuples") == [(None, [0, 0.1]), (None, [1, 0.1])]
+    arrays = ranks.gather({"a": np.full(ranks.rank, np.nan, np.float16)}, "arrays")
+    assert [(one["a"].dtype, one["a"].size) for one in arrays] == [(np.float16, 0), (np.float16, 1)]
     assert ranks.threads_per_rank() == max(1, len(os.sched_getaffinity(0)) // 2)
+
+
+def check_parts(ranks: Communicator) -> None:
+    """Bytes reach the writing rank alone, in rank order and in blocks, however large each rank's part is."""
+    for block, sizes in ((2**25, (5, 0)), (4, (10, 7)), (4, (0, 9)), (4, (0, 0)), (1000, (3, 8))):
+        distributed.BLOCK = block
+        whole = np.arange(sum(sizes), dtype=np.uint8)
+        mine = whole[: sizes[0]] if ranks.rank == 0 else whole[sizes[0] :]
+        blocks: list[Bytes] = []
+        assert ranks.hand_over(mine, blocks.append, "parts") == [*sizes]
+        assert all(len(one) <= block for one in blocks)
+        assert b"".join(one.tobytes() for one in blocks) == (whole.tobytes() if ranks.rank == 0 else b"")
+
+
+def check_foreign(ranks: Communicator) -> None:
+    """What is no message ends all ranks with the name of the one that sent it; a pickle does not run."""
+    encode, harmful = distributed.encode, np.frombuffer(pickle.dumps(Harmful()), np.uint8)
+    for stranger in (1, 0):
+        distributed.encode = (lambda value: harmful) if ranks.rank == stranger else encode
+        sentence = f"what rank {stranger} sent as 'foreign' is no message of this project"
+        expect(RuntimeError, lambda: ranks.gather(0, "foreign"), sentence)
+    if ranks.rank == 1:  # rank 0 has nothing to read
+        expect(RuntimeError, lambda: ranks.broadcast(0, "foreign"), "what rank 0 sent as 'foreign' is no message")
+    else:
+        ranks.broadcast(0, "foreign")
+    distributed.encode = encode
+    assert not Harmful.ran
+
+
+class Harmful:
+    """Says so when it is unpickled."""
+
+    ran = False
+
+    def __reduce__(self) -> Any:
+        return setattr, (Harmful, "ran", True)
 
 
 def check_failures(ranks: Communicator) -> None:
@@ -51,6 +94,8 @@ def main() -> None:
     ranks = open_communicator(current_engine(), {"stall_shutdown_s": 60})
     assert ranks.size == 2
     check_talk(ranks)
+    check_parts(ranks)
+    check_foreign(ranks)
     check_failures(ranks)
     print(f"rank {ranks.rank} passed")
 
