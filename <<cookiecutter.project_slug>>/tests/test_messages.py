@@ -6,6 +6,7 @@ import pickle
 import random
 import struct
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ def same(one: Any, other: Any) -> bool:
 
 def draw(dice: random.Random, depth: int = 4) -> Any:
     """Any value that may travel."""
-    plain = [
+    plain: list[Callable[[], Any]] = [
         lambda: dice.choice([None, True, False, 0, -0.0, 5e-324, math.inf, -math.inf, 0.1 + 0.2, "", b""]),
         lambda: dice.getrandbits(dice.choice([8, 53, 64, 700])) * dice.choice([1, -1]),
         lambda: struct.unpack("d", struct.pack("Q", dice.getrandbits(62)))[0],

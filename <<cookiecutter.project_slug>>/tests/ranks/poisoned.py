@@ -5,7 +5,6 @@ import pickle
 import sys
 from typing import Any, NoReturn
 
-import cloudpickle
 from jobs import current_engine
 
 from << cookiecutter.package_name >>.distributed import launched_rank
@@ -26,8 +25,8 @@ def refuse(*arguments: Any, **options: Any) -> NoReturn:
 
 importlib.import_module(f"<< cookiecutter.package_name >>.{current_engine()}.engine")
 importlib.import_module(f"horovod.{current_engine()}")
-for module in (pickle, cloudpickle):
-    module.load = module.loads = refuse
+for module in (pickle, importlib.import_module("cloudpickle")):
+    vars(module).update(load=refuse, loads=refuse)
 pickle.Unpickler = Refusing  # type: ignore[misc]
 sys.argv.append(f"engine={current_engine()}")
 end_well(main, launched_rank)
