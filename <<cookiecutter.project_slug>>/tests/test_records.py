@@ -169,7 +169,7 @@ MAKERS: dict[str, Callable[[Path], object]] = {
     "a folder": Path.mkdir,
     "a FIFO": os.mkfifo,
     "a link": lambda path: path.symlink_to("nowhere"),
-    "a socket or device": lambda path: socket.socket(socket.AF_UNIX).bind(str(path)),
+    "a socket": lambda path: socket.socket(socket.AF_UNIX).bind(str(path)),
 }
 
 

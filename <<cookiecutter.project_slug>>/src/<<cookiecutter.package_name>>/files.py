@@ -19,6 +19,7 @@ LIMIT = 64 * 1024 * 1024  # bytes of a file that is read whole, such as a manife
 
 _FLAGS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _KINDS = {
+    stat.S_IFREG: "a file",
     stat.S_IFLNK: "a link",
     stat.S_IFDIR: "a folder",
     stat.S_IFIFO: "a FIFO",
@@ -71,7 +72,7 @@ def check_kind(path: str | Path, mode: int) -> None:
 
 
 def kind(mode: int) -> str:
-    """What something is that is not a regular file."""
+    """What something is, in words."""
     return _KINDS.get(stat.S_IFMT(mode), "something unknown")
 
 

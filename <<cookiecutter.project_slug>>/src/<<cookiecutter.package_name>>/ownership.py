@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from .errors import UserError
-from .files import NotAFileError, open_file
+from .files import NotAFileError, kind, open_file
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +30,6 @@ MODEL, FOREIGN = "a model folder", "a folder with files of something else"
 _BEGUN = {"logs", ".lock"}  # what a start leaves that was refused
 _FOLDERS = (".hydra", "checkpoints", "logs", "tensorboard", "source", "start", "artefact", "rejected")
 _FILES = (".lock", "metrics.jsonl", "curves.png", "plan.json", "report.json", "report.png", "quantized.json")
-_KINDS = {stat.S_IFREG: "a file", stat.S_IFDIR: "a folder", stat.S_IFLNK: "a link", stat.S_IFIFO: "a FIFO"}
 
 
 def check_folder(folder: Path, *kinds: str) -> None:
@@ -43,9 +42,9 @@ def check_folder(folder: Path, *kinds: str) -> None:
     Raises:
         UserError: names the folder and what it is.
     """
-    kind = kind_of(folder)
-    if kind not in (NEW, *kinds):
-        raise UserError(f"{folder} is {kind}, and {kinds[0]} is to be written: use another name=...", agreed=True)
+    found = kind_of(folder)
+    if found not in (NEW, *kinds):
+        raise UserError(f"{folder} is {found}, and {kinds[0]} is to be written: use another name=...", agreed=True)
     for path in (folder / name for name in _FOLDERS):
         if os.path.lexists(path) and not path.is_dir():  # a link to a folder elsewhere is the user's choice
             raise _misplaced(path, "a folder")
@@ -72,8 +71,8 @@ def kind_of(folder: Path, depth: int = 1) -> str:
 
 
 def _misplaced(path: Path, wanted: str) -> UserError:
-    kind = _KINDS.get(stat.S_IFMT(path.lstat().st_mode), "a socket or device")
-    return UserError(f"{path} is {kind}, and the run needs {wanted} there: move it away, or use another name=...")
+    found = kind(path.lstat().st_mode)
+    return UserError(f"{path} is {found}, and the run needs {wanted} there: move it away, or use another name=...")
 
 
 @contextmanager
