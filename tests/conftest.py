@@ -52,7 +52,8 @@ def render(template: Path, folder: Path, **answers: Any) -> Path:
 
 def run(*command: str | Path, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
     """Runs a command and keeps what it prints; ends the test where it is missing."""
-    need(str(command[0]))
+    if "/" not in str(command[0]):
+        need(str(command[0]))
     return subprocess.run([str(word) for word in command], cwd=cwd, capture_output=True, text=True)
 
 

@@ -235,6 +235,7 @@ def two_hosts() -> Iterator[list[tuple[str, str]]]:
             check("ip", "netns", "add", name)
             cleaning.callback(run, "ip", "netns", "del", name)
             check("ip", "link", "add", f"image-{number}", "type", "veth", "peer", "name", "eth0", "netns", name)
+            cleaning.callback(run, "ip", "link", "del", f"image-{number}")  # with its namespace it goes only later
             check("ip", "link", "set", f"image-{number}", "master", "image-bridge", "up")
             for words in (["addr", "add", f"{address}/24", "dev", "eth0"], ["link", "set", "eth0", "up"]):
                 check("ip", "-n", name, *words)

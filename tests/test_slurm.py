@@ -192,7 +192,7 @@ def test_hydra_submits_a_sweep(cluster: dict[str, str], submit_folder: Path) -> 
     environment = {**user(cluster, submit_folder), "SLURM_MPI_TYPE": "pmix", "SUBMITIT_PREEMPT_SIGNAL": "USR1"}
     done = subprocess.run(command, cwd=submit_folder, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    runs = [f"swept-sweep/optimizer.lr={rate}" for rate in (0.01, 0.02)]
+    runs = [f"swept-sweep/epochs=1_optimizer.lr={rate}" for rate in (0.01, 0.02)]
     for run in runs:
         logs = (submit_folder / "runs" / run / "logs").iterdir()
         assert {path.name for path in logs} == {"rank-0.log", "rank-1.log"}
