@@ -1,4 +1,7 @@
-"""Files that are no files, in each place of a store and model folder: nothing waits, follows or reads without end."""
+"""Files that are no files, in each place of a store and model folder: nothing waits, follows or reads without end.
+
+And the rights of those that are written.
+"""
 
 from __future__ import annotations
 
@@ -17,15 +20,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from jobs import environment
+from jobs import compose_config, environment
 from store_helpers import publish
 
 from << cookiecutter.package_name >> import manifest, model_file
 from << cookiecutter.package_name >>.checkpoint import Store
 from << cookiecutter.package_name >>.checkpoints import main
 from << cookiecutter.package_name >>.errors import UserError
+from << cookiecutter.package_name >>.export import export
 from << cookiecutter.package_name >>.mirror import fetch
 from << cookiecutter.package_name >>.state import read_state
+from << cookiecutter.package_name >>.train import train
 from << cookiecutter.package_name >>.trust import read_config
 
 Maker = Callable[[Path], object]
@@ -288,3 +293,17 @@ def test_the_command_ends_on_a_fifo(run: Path) -> None:
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=30, check=False)
     assert done.returncode == 1
     assert "MANIFEST.json cannot be read: it is a FIFO, not a file" in done.stdout
+
+
+def test_a_run_and_its_export_follow_the_umask(tmp_path: Path) -> None:
+    """Libraries write weights for their owner alone, and a temporary folder is one's own too."""
+    before = os.umask(0o027)
+    try:
+        train(compose_config("epochs=1", "model.hidden=[4]", "tracking.tensorboard=false"), tmp_path / "run")
+        export(tmp_path / "run", "best", tmp_path / "model", "folder")
+    finally:
+        os.umask(before)
+    made = [*tmp_path.rglob("*")]
+    assert [path.name for path in made].count("model.safetensors") == 2
+    for path in made:
+        assert path.stat().st_mode & 0o777 == (0o750 if path.is_dir() else 0o640), path

@@ -1,4 +1,4 @@
-"""The installation, in a small project: pip's settings of users and of CI neither divert nor end it."""
+"""The noxfile, in a small project: pip's settings neither divert nor end an installation, and codes are kept."""
 
 import os
 import shutil
@@ -93,3 +93,16 @@ def test_an_announcement_ends_nothing(small: Path) -> None:
     said = install(small)
     assert "Traceback" not in said
     assert "No matching distribution found for not-there" in said
+
+
+def test_train_keeps_the_launchers_code(small: Path) -> None:
+    """75 tells a scheduler that all is saved; nox itself would end with 1."""
+    stamp = "import noxfile; noxfile.VENV.mkdir(); noxfile.STAMP.write_text(noxfile.fingerprint())"
+    subprocess.run([sys.executable, "-c", stamp], cwd=small, check=True)  # so nothing is to be installed
+    launcher = small / "launch/local.sh"
+    launcher.parent.mkdir()
+    launcher.write_text('#!/bin/sh\nprintf "[%s]" "$@"\nexit 75\n')
+    launcher.chmod(0o755)
+    words = [sys.executable, "-m", "nox", "-s", "train", "--", "-n", "2", "name='é 1'"]
+    done = subprocess.run(words, cwd=small, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (75, "[-n][2][name='é 1']"), done.stderr
