@@ -33,7 +33,7 @@ FILES = 3  # as a checkpoint has: weights, and twice as much of the optimizer's
 def main() -> int:
     """Measure, print, judge."""
     options = _options()
-    store_module = _load(options.package, "checkpoint")
+    store_module = _load(options.package, "checkpoints.store")
     saver_module = _load(options.package, "saver")
     data = memoryview(os.urandom(options.megabytes * 1_000_000))
     copy = bytearray(data)  # of the engine's, which keeps its memory between snapshots

@@ -30,7 +30,7 @@ def main() -> int:
     parser.add_argument("--size", type=int, default=224, help="height and width of the images")
     parser.add_argument("--repeats", type=int, default=20)
     options = parser.parse_args()
-    runtime = importlib.import_module(f"{options.package}.runtime")
+    runtime = importlib.import_module(f"{options.package}.export.artefacts")
     shape = (options.size, options.size, 3)
     with tempfile.TemporaryDirectory() as folder:
         files = {name: Path(folder, f"{name}.onnx") for name in ("float32", *TARGETS)}
@@ -67,8 +67,14 @@ def judge(name: str, sizes: dict[str, int], best: dict[str, float]) -> bool:
 def write(package: str, shape: tuple[int, int, int], files: dict[str, Path]) -> None:
     """ResNet-18 in each form."""
     models, export, fake_quantize, quantize, shrink = (
-        importlib.import_module(f"{package}.torch.{name}")
-        for name in ("models", "export", "fake_quantize", "quantize", "shrink")
+        importlib.import_module(f"{package}.{name}")
+        for name in (
+            "torch.models",
+            "export.torch",
+            "compress.torch.fake_quantize",
+            "compress.torch.quantize",
+            "compress.torch.shrink",
+        )
     )
     model, inputs = models.resnet18(shape, 1000).eval(), torch.rand(2, shape[2], *shape[:2])
     export.write(model, files["float32"], shape)

@@ -48,10 +48,11 @@ def remove_unwanted() -> None:
 
 def remove_wing(package: Path, wing: str) -> None:
     """What only one framework needs has its name in its path."""
-    shutil.rmtree(package / wing)
-    folders = ("docs", "locks", "tests", package / "conf")
-    for path in [path for folder in folders for path in Path(folder).rglob(f"*{wing}*")]:
-        path.unlink()
+    for path in [path for folder in ("docs", "locks", "tests", package) for path in Path(folder).rglob(f"*{wing}*")]:
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)  # it may have gone with its folder
 
 
 def warn_of_old_python() -> None:

@@ -9,10 +9,10 @@ import numpy as np
 import numpy.typing as npt
 from jobs import compose_config
 
-from << cookiecutter.package_name >>.build import open_data
+from << cookiecutter.package_name >>.assemble import open_data
 from << cookiecutter.package_name >>.data import ArrayDataset, Splits
-from << cookiecutter.package_name >>.distributed import Communicator
 from << cookiecutter.package_name >>.engine import open_engine, rank_file
+from << cookiecutter.package_name >>.ranks import Communicator
 from << cookiecutter.package_name >>.sampler import Position, Sampler, Share
 
 RATE = 0.1

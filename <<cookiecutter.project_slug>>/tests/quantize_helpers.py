@@ -6,8 +6,8 @@ import numpy as np
 from jobs import compose_config
 
 from << cookiecutter.package_name >>.data import digits
-from << cookiecutter.package_name >>.export import export
-from << cookiecutter.package_name >>.runtime import PROGRAMS, load_predictor
+from << cookiecutter.package_name >>.export.artefacts import PROGRAMS, load_predictor
+from << cookiecutter.package_name >>.export.command import export
 from << cookiecutter.package_name >>.train import train
 
 

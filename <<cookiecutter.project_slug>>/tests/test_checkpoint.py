@@ -37,9 +37,10 @@ from store_helpers import (
     steps,
 )
 
-from << cookiecutter.package_name >> import checkpoint as module
-from << cookiecutter.package_name >>.checkpoint import DamagedError, Store, StoreError, describe
-from << cookiecutter.package_name >>.checkpoints import main
+from << cookiecutter.package_name >>.checkpoints import store as module
+from << cookiecutter.package_name >>.checkpoints.command import main
+from << cookiecutter.package_name >>.checkpoints.provenance import describe
+from << cookiecutter.package_name >>.checkpoints.store import DamagedError, Store, StoreError
 from << cookiecutter.package_name >>.errors import UserError
 
 

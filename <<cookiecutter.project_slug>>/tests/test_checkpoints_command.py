@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from jobs import PACKAGE
 from store_helpers import bomb, content, flip_byte, publish, steps
 
-from << cookiecutter.package_name >> import checkpoints
-from << cookiecutter.package_name >>.checkpoint import Store, Writer
-from << cookiecutter.package_name >>.checkpoints import main
+from << cookiecutter.package_name >>.checkpoints.command import main
+from << cookiecutter.package_name >>.checkpoints.store import Store, Writer
 from << cookiecutter.package_name >>.errors import UserError
 
 
@@ -200,4 +200,4 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     text = capsys.readouterr().out
     for command in ("list", "show", "verify", "diff", "tag", "untag", "prune", "push", "pull"):
         assert f"    {command} " in text
-    assert checkpoints.__name__ in text
+    assert f"python -m {PACKAGE}.checkpoints " in text

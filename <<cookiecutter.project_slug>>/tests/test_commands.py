@@ -9,19 +9,28 @@ import pytest
 from jobs import ENGINES, PACKAGE, ROOT, environment
 
 SOURCES = ROOT / "src" / PACKAGE
-COMMANDS = sorted(file.stem for file in SOURCES.glob("*.py") if 'if __name__ == "__main__":' in file.read_text())
+
+
+def commands() -> list[str]:
+    """What `python -m` runs, within the package: modules that say so, and folders with a __main__.py."""
+    modules = [file for file in SOURCES.rglob("*.py") if '\nif __name__ == "__main__":' in file.read_text()]
+    places = [file.with_suffix("") for file in modules] + [file.parent for file in SOURCES.rglob("__main__.py")]
+    return sorted(".".join(place.relative_to(SOURCES).parts) for place in places)
+
+
+COMMANDS = commands()
 # The beginning of an option of each, which argparse would take for it.
 BEGINNINGS = {
     "train": ["--cf", "job"],
     "compress": ["--cf", "job"],
     "checkpoints": ["list", "runs/none", "--jso"],
-    "doctor": ["--quic"],
+    "cluster.doctor": ["--quic"],
     "evaluate": ["runs/none", "--checkp", "best"],
     "export": ["runs/none", "best", "target", "--form", "onnx"],
     "launch": ["--dry"],
-    "probe": ["--allred", "torch"],
-    "report": ["runs/none", "--js"],
-    "agent": ["--anything"],
+    "cluster.probe": ["--allred", "torch"],
+    "compress.report": ["runs/none", "--js"],
+    "launch.agent": ["--anything"],
 }
 
 
@@ -48,7 +57,7 @@ def test_options_that_are_wrong_or_cut_short(name: str) -> None:
         assert done.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize("name", [name for name in COMMANDS if name != "agent"])
+@pytest.mark.parametrize("name", [name for name in COMMANDS if name != "launch.agent"])
 def test_help_into_a_closed_pipe(name: str) -> None:
     """Stdout, and stderr for what is refused."""
     read, write = os.pipe()

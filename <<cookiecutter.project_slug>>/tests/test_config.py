@@ -11,11 +11,11 @@ from jobs import CONF, PACKAGE, ROOT, choices, compose_config, current_engine, e
 from omegaconf import OmegaConf
 from omegaconf.errors import ConfigAttributeError
 
-from << cookiecutter.package_name >>.build import open_schedule
+from << cookiecutter.package_name >>.assemble import open_schedule
 from << cookiecutter.package_name >>.errors import UserError, user_sentence
 from << cookiecutter.package_name >>.options import RULES, check_options, read_options
+from << cookiecutter.package_name >>.progress import State
 from << cookiecutter.package_name >>.schedule import Schedule
-from << cookiecutter.package_name >>.state import State
 from << cookiecutter.package_name >>.train import train
 
 pytestmark = pytest.mark.usefixtures("engine")

@@ -19,9 +19,9 @@ from jobs import ENGINES, PACKAGE, environment
 from namespaces import DECOY, NEEDS_ROOT, Hosts
 
 import << cookiecutter.package_name >>
-from << cookiecutter.package_name >> import survey
-from << cookiecutter.package_name >>.probe import gpu_name
-from << cookiecutter.package_name >>.survey import Survey
+from << cookiecutter.package_name >>.cluster import survey
+from << cookiecutter.package_name >>.cluster.survey import Survey
+from << cookiecutter.package_name >>.gpus import gpu_name
 
 SOURCES = Path(str(<< cookiecutter.package_name >>.__file__)).parent
 FRAMEWORK = {"torch": "torch", "tensorflow": "tensorflow_cpu"}[ENGINES[0]]
@@ -188,7 +188,15 @@ class Ward:
 
     def doctor(self, *options: str, folder: Path | None = None) -> list[dict[str, Any]]:
         """Its findings; its exit code must fit them."""
-        words = [sys.executable, "-m", f"{PACKAGE}.doctor", "--json", "--folder", str(folder or self.runs), *options]
+        words = [
+            sys.executable,
+            "-m",
+            f"{PACKAGE}.cluster.doctor",
+            "--json",
+            "--folder",
+            str(folder or self.runs),
+            *options,
+        ]
         done = self.hosts.run("node1", *words, **self.environment())
         assert done.stdout, done.stderr
         findings: list[dict[str, Any]] = json.loads(done.stdout)
@@ -353,7 +361,7 @@ def test_it_can_be_stopped_while_a_host_does_not_answer(tmp_path: Path, number: 
     (tmp_path / "runs").mkdir()
     (tmp_path / "ssh").write_text(f"#!/bin/sh\ntouch {tmp_path}/asked\nexec sleep 600\n")
     (tmp_path / "ssh").chmod(0o755)
-    words = [sys.executable, "-m", f"{PACKAGE}.doctor", "-H", "192.0.2.1", "--folder", str(tmp_path / "runs")]
+    words = [sys.executable, "-m", f"{PACKAGE}.cluster.doctor", "-H", "192.0.2.1", "--folder", str(tmp_path / "runs")]
     settings = environment() | {"PATH": f"{tmp_path}:{environment()['PATH']}"}
     with subprocess.Popen(words, env=settings, stderr=subprocess.PIPE, text=True) as doctor:
         while not (tmp_path / "asked").exists():
@@ -390,7 +398,7 @@ def test_names_of_gpus(
 
 
 def test_this_machine_alone(tmp_path: Path) -> None:
-    words = [sys.executable, "-m", f"{PACKAGE}.doctor", "--quick", "--folder", str(tmp_path)]
+    words = [sys.executable, "-m", f"{PACKAGE}.cluster.doctor", "--quick", "--folder", str(tmp_path)]
     done = subprocess.run(words, env=environment(), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "writable, and the same one everywhere" in done.stdout

@@ -8,9 +8,9 @@ import pytest
 from engine_helpers import GOOD, MIXED, POISON, RATE, buffers, check_training, make, same, step, train, weights
 from jobs import choices, compose_config
 
-from << cookiecutter.package_name >>.distributed import Communicator, open_communicator
 from << cookiecutter.package_name >>.engine import rank_file
 from << cookiecutter.package_name >>.errors import UserError
+from << cookiecutter.package_name >>.ranks import Communicator, open_communicator
 
 
 @pytest.fixture

@@ -15,11 +15,16 @@ import pytest
 from jobs import ENGINES, PACKAGE, ROOT, compose_config
 
 from << cookiecutter.package_name >>.errors import UserError
-from << cookiecutter.package_name >>.export import FORMATS, compare, export, validation_samples
-from << cookiecutter.package_name >>.runtime import PROGRAMS, load_predictor, weigh
+from << cookiecutter.package_name >>.export.artefacts import PROGRAMS, load_predictor, weigh
+from << cookiecutter.package_name >>.export.command import (
+    FORMATS,
+    compare,
+    export,
+    validation_samples,
+)
 from << cookiecutter.package_name >>.train import train
 
-KINDS = [(engine, kind) for engine in ENGINES for kind in import_module(f"{PACKAGE}.{engine}.export").FORMATS]
+KINDS = [(engine, kind) for engine in ENGINES for kind in import_module(f"{PACKAGE}.export.{engine}").FORMATS]
 BROKEN = {"torch": "a.onnx", "tensorflow": "a.tflite"}[ENGINES[0]]  # of a runtime that the project has
 # Runs a script with all of this project unreachable.
 ALONE = """
@@ -139,7 +144,7 @@ def test_what_cannot_be(
 
 
 def test_formats_of_another_framework_are_refused(runs: dict[str, Path], engine: str, tmp_path: Path) -> None:
-    own = import_module(f"{PACKAGE}.{engine}.export").FORMATS
+    own = import_module(f"{PACKAGE}.export.{engine}").FORMATS
     for kind in FORMATS.keys() - {"folder", *own}:
         with pytest.raises(UserError, match=f"--format {kind} is not there for {engine} models"):
             export(runs[engine], "best", tmp_path / f"model{FORMATS[kind]}", kind)

@@ -23,13 +23,14 @@ import pytest
 from jobs import compose_config, environment
 from store_helpers import publish
 
-from << cookiecutter.package_name >> import manifest, model_file
-from << cookiecutter.package_name >>.checkpoint import Store
-from << cookiecutter.package_name >>.checkpoints import main
+from << cookiecutter.package_name >>.checkpoints import manifest
+from << cookiecutter.package_name >>.checkpoints.command import main
+from << cookiecutter.package_name >>.checkpoints.mirror import fetch
+from << cookiecutter.package_name >>.checkpoints.store import Store
 from << cookiecutter.package_name >>.errors import UserError
-from << cookiecutter.package_name >>.export import export
-from << cookiecutter.package_name >>.mirror import fetch
-from << cookiecutter.package_name >>.state import read_state
+from << cookiecutter.package_name >>.export import model_folder
+from << cookiecutter.package_name >>.export.command import export
+from << cookiecutter.package_name >>.progress import read_state
 from << cookiecutter.package_name >>.train import train
 from << cookiecutter.package_name >>.trust import read_config
 
@@ -213,9 +214,9 @@ def test_a_model_folder_and_single_files(kind: str, tmp_path: Path) -> None:
         (folder / "model.json").write_text(json.dumps(description))
         (folder / "model.safetensors").write_bytes(b"w")
         manifest.seal(folder)
-        assert model_file.data_shape(folder) == (1,)
+        assert model_folder.data_shape(folder) == (1,)
         replace(folder / name, KINDS[kind], tmp_path)
-        ends(lambda folder=folder: refused(lambda: model_file.data_shape(folder), "is damaged"))  # type: ignore[misc]
+        ends(lambda folder=folder: refused(lambda: model_folder.data_shape(folder), "is damaged"))  # type: ignore[misc]
     for name, read in (("config.yaml", read_config), ("train_state.json", lambda file: read_state(file.parent))):
         (tmp_path / name).write_text("{}")
         replace(tmp_path / name, KINDS[kind], tmp_path)

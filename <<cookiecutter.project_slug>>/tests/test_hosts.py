@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from << cookiecutter.package_name >>.errors import UserError
-from << cookiecutter.package_name >>.hosts import Host, allot, parse_hosts, read_hosts
+from << cookiecutter.package_name >>.launch.hosts import Host, allot, parse_hosts, read_hosts
 
 HOSTFILE = """\ufeff# the cluster\r
 node-1

@@ -13,11 +13,11 @@ import pytest
 from jobs import PACKAGE, ROOT, environment
 from needs import HOROVOD_MPI
 
-from << cookiecutter.package_name >> import elastic, launch
-from << cookiecutter.package_name >>.elastic import Limits, Pool
+from << cookiecutter.package_name >>.cluster import elastic
+from << cookiecutter.package_name >>.cluster.elastic import Limits, Pool
 from << cookiecutter.package_name >>.errors import UserError
-from << cookiecutter.package_name >>.hosts import Host
-from << cookiecutter.package_name >>.launch import (
+from << cookiecutter.package_name >>.launch import command
+from << cookiecutter.package_name >>.launch.command import (
     Launcher,
     command_of,
     discovered_hosts,
@@ -26,9 +26,10 @@ from << cookiecutter.package_name >>.launch import (
     ranks_wanted,
     run_folder,
 )
-from << cookiecutter.package_name >>.network import Interface, Network
-from << cookiecutter.package_name >>.supervise import _first_of_mpi, _split
-from << cookiecutter.package_name >>.transport import (
+from << cookiecutter.package_name >>.launch.hosts import Host
+from << cookiecutter.package_name >>.launch.network import Interface, Network
+from << cookiecutter.package_name >>.launch.supervise import _first_of_mpi, _split
+from << cookiecutter.package_name >>.launch.transport import (
     Start,
     choose_transport,
     horovod_has_mpi,
@@ -279,8 +280,8 @@ def test_what_hangs_has_a_limit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     (tmp_path / "ssh").write_text("#!/bin/sh\nexec sleep 600\n")
     (tmp_path / "ssh").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    monkeypatch.setattr(launch, "ANSWER_S", 0.2)
-    monkeypatch.setattr(launch, "DISCOVER_S", 0.2)
+    monkeypatch.setattr(command, "ANSWER_S", 0.2)
+    monkeypatch.setattr(command, "DISCOVER_S", 0.2)
     launcher = Launcher(parse(["--transport", "gloo"]), [])
     assert launcher.fault(Host("192.0.2.1"), known=True) == "it does not answer"
     with pytest.raises(UserError, match=r"--discover 'sleep 600' took over 0.2 s: try it by hand"):

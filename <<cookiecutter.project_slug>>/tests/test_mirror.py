@@ -21,12 +21,12 @@ from moto.server import ThreadedMotoServer
 from omegaconf import OmegaConf
 from store_helpers import content, edit_manifest, flip_byte, names, publish
 
-from << cookiecutter.package_name >> import mirror as module
 from << cookiecutter.package_name >>.addresses import check_address, is_url
-from << cookiecutter.package_name >>.checkpoint import DamagedError, Store
-from << cookiecutter.package_name >>.checkpoints import main
+from << cookiecutter.package_name >>.checkpoints import mirror as module
+from << cookiecutter.package_name >>.checkpoints.command import main
+from << cookiecutter.package_name >>.checkpoints.mirror import Mirror, Remote, fetch
+from << cookiecutter.package_name >>.checkpoints.store import DamagedError, Store
 from << cookiecutter.package_name >>.errors import UserError
-from << cookiecutter.package_name >>.mirror import Mirror, Remote, fetch
 from << cookiecutter.package_name >>.options import check_options
 
 _number = itertools.count()

@@ -6,7 +6,7 @@ import socket
 import pytest
 
 from << cookiecutter.package_name >>.errors import UserError
-from << cookiecutter.package_name >>.network import (
+from << cookiecutter.package_name >>.launch.network import (
     Interface,
     choose_network,
     common_networks,

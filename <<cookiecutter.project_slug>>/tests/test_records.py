@@ -18,19 +18,24 @@ from hydra.core.hydra_config import HydraConfig
 from jobs import PACKAGE, ROOT, compose_config, environment, read_lines
 from omegaconf import DictConfig, OmegaConf
 
-from << cookiecutter.package_name >>.build import open_cadence
-from << cookiecutter.package_name >>.checkpoint import Store
-from << cookiecutter.package_name >>.compress import _composed
-from << cookiecutter.package_name >>.distributed import _check_writable
+from << cookiecutter.package_name >>.assemble import open_cadence
+from << cookiecutter.package_name >>.checkpoints.manifest import seal
+from << cookiecutter.package_name >>.checkpoints.ownership import (
+    COMPRESSION,
+    TRAINING,
+    check_folder,
+    kind_of,
+)
+from << cookiecutter.package_name >>.checkpoints.store import Store
+from << cookiecutter.package_name >>.compress.command import _composed
 from << cookiecutter.package_name >>.errors import UserError
 from << cookiecutter.package_name >>.evaluate import read_config
-from << cookiecutter.package_name >>.export import export
-from << cookiecutter.package_name >>.manifest import seal
+from << cookiecutter.package_name >>.export.command import export
 from << cookiecutter.package_name >>.options import check_options
-from << cookiecutter.package_name >>.ownership import COMPRESSION, TRAINING, check_folder, kind_of
+from << cookiecutter.package_name >>.progress import State, read_state
+from << cookiecutter.package_name >>.ranks import _check_writable
 from << cookiecutter.package_name >>.resume import plan_from
 from << cookiecutter.package_name >>.sampler import Position
-from << cookiecutter.package_name >>.state import State, read_state
 from << cookiecutter.package_name >>.train import train
 
 SMALL = ("epochs=1", "model.hidden=[4]", "tracking.tensorboard=false", "data.evaluation_batch=512")

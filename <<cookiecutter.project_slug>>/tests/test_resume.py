@@ -30,10 +30,9 @@ from jobs import (
     wait_for_training,
 )
 
-from << cookiecutter.package_name >>.checkpoint import Checkpoint, Store
-from << cookiecutter.package_name >>.errors import UserError
-from << cookiecutter.package_name >>.manifest import read_manifest, seal
-from << cookiecutter.package_name >>.preemption import EXIT_CODE
+from << cookiecutter.package_name >>.checkpoints.manifest import read_manifest, seal
+from << cookiecutter.package_name >>.checkpoints.store import Checkpoint, Store
+from << cookiecutter.package_name >>.errors import PREEMPTED, UserError
 from << cookiecutter.package_name >>.train import train
 
 each_engine = pytest.mark.usefixtures("engine")
@@ -96,7 +95,7 @@ def test_two_then_one_then_three_then_two_ranks(job: Job, tmp_path: Path, monkey
         assert (result.returncode == 0) == (stop == 0), result.stdout
         assert ("error: stopped by a signal after step" in result.stdout) == (stop != 0)
         if stop:
-            assert result.returncode == EXIT_CODE
+            assert result.returncode == PREEMPTED
     for record in ("whole.jsonl", "parts.jsonl"):
         fetched = [json.loads(line) for line in (tmp_path / record).read_text().splitlines()]
         batches = [(epoch, indices) for epoch, indices in fetched if indices != [0]]  # that one checks the shape
@@ -134,7 +133,7 @@ def test_a_second_job_on_a_run_is_refused(tmp_path: Path) -> None:
             train_here(run)
         os.kill(process, signal.SIGUSR1)
         first.communicate(timeout=60)
-    assert first.returncode == EXIT_CODE
+    assert first.returncode == PREEMPTED
 
 
 @each_engine
@@ -284,7 +283,7 @@ def test_training_ends_when_it_no_longer_improves(tmp_path: Path) -> None:
 
 
 def test_a_model_folder_becomes_a_model_in_two_lines(engine: str, tmp_path: Path) -> None:
-    load_model = import_module(f"{PACKAGE}.{engine}.models").load_model
+    load_model = import_module(f"{PACKAGE}.export.{engine}").load_model
     run = tmp_path / "run"
     train(compose_config("epochs=1", "model=cnn", "model.width=4", *QUICK), run)
     folder = tmp_path / "model"

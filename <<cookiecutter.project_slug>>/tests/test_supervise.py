@@ -12,9 +12,9 @@ import pytest
 from jobs import RANKS, ROOT, environment, is_alive, launched, start_job, wait_for_training
 from test_launch import TRANSPORTS
 
-from << cookiecutter.package_name >> import agent
-from << cookiecutter.package_name >>.preemption import BURST_S, EXIT_CODE
-from << cookiecutter.package_name >>.supervise import Job, Part, Process
+from << cookiecutter.package_name >>.errors import BURST_S, PREEMPTED
+from << cookiecutter.package_name >>.launch import agent
+from << cookiecutter.package_name >>.launch.supervise import Job, Part, Process
 
 DOWN_S = 15
 
@@ -65,7 +65,7 @@ def test_signals_reach_the_ranks_as_save_and_stop(tmp_path: Path, transport: str
         wait_for(tmp_path, "ready-*", 2)
         job.send_signal(number)
         output, _ = job.communicate(timeout=DOWN_S)
-    assert job.returncode == EXIT_CODE == 75, output
+    assert job.returncode == PREEMPTED == 75, output
     check_down(tmp_path)
 
 
@@ -77,7 +77,7 @@ def test_a_burst_of_signals_is_one(tmp_path: Path, transport: str) -> None:
             job.send_signal(number)
             time.sleep(0.1)
         output, _ = job.communicate(timeout=DOWN_S)
-    assert job.returncode == EXIT_CODE, output
+    assert job.returncode == PREEMPTED, output
     check_down(tmp_path)
 
 
@@ -152,7 +152,7 @@ def test_ranks_that_do_not_save_in_time_are_ended(tmp_path: Path, transport: str
         wait_for(tmp_path, "ready-*", 2)
         job.terminate()
         output, _ = job.communicate(timeout=2 * DOWN_S)
-    assert job.returncode not in (0, EXIT_CODE)
+    assert job.returncode not in (0, PREEMPTED)
     assert "within 1 s after they were told to save and stop: give them more with --grace" in output
     check_down(tmp_path)
 
@@ -216,5 +216,5 @@ def test_training_over_gloo_saves_on_a_signal(tmp_path: Path) -> None:
         output, _ = job.communicate(timeout=60)
     stopped = re.search(r"stopped by a signal after step (\d+)", output)
     assert stopped, output
-    assert job.returncode == EXIT_CODE
+    assert job.returncode == PREEMPTED
     assert (run / "checkpoints" / f"step-{int(stopped[1]):08d}").is_dir()

@@ -14,13 +14,17 @@ from jobs import PACKAGE
 from keras import layers
 from omegaconf import OmegaConf
 
-from << cookiecutter.package_name >>.compress import compress
+from << cookiecutter.package_name >>.compress.command import compress
+from << cookiecutter.package_name >>.compress.tensorflow.distill import Distillation
+from << cookiecutter.package_name >>.compress.tensorflow.measure import count
+from << cookiecutter.package_name >>.compress.tensorflow.shrink import (
+    fewer_channels,
+    low_rank,
+    shrunk,
+)
 from << cookiecutter.package_name >>.errors import UserError
-from << cookiecutter.package_name >>.model_file import export_model
-from << cookiecutter.package_name >>.tensorflow.distill import Distillation
-from << cookiecutter.package_name >>.tensorflow.measure import count
-from << cookiecutter.package_name >>.tensorflow.models import load_model
-from << cookiecutter.package_name >>.tensorflow.shrink import fewer_channels, low_rank, shrunk
+from << cookiecutter.package_name >>.export.model_folder import export_model
+from << cookiecutter.package_name >>.export.tensorflow import load_model
 from << cookiecutter.package_name >>.tensorflow.variables import copies, named, write
 from << cookiecutter.package_name >>.weights import FILE
 
@@ -144,7 +148,7 @@ class Subclassed(keras.Model):  # type: ignore[misc]
 
 
 def test_every_call_of_every_layer_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(f"{PACKAGE}.tensorflow.measure.load_model", lambda *_: Subclassed())
+    monkeypatch.setattr(f"{PACKAGE}.compress.tensorflow.measure.load_model", lambda *_: Subclassed())
     depthwise, separable, dense = 8 * 8 * 3 * 9, 8 * 8 * (9 * 3 + 3 * 16), 2 * 16 * 16
     assert count(Path(), (8, 8, 3), ())["macs"] == depthwise + separable + dense
 
@@ -200,7 +204,7 @@ def test_a_smaller_network_is_built_again(name: str, steps: list[Any], part: flo
     whole = as_folder(model, config, tmp_path / "whole")
     for choose, options in steps:
         model, changes, _ = choose(model, options)
-        config = {"_target_": f"{PACKAGE}.tensorflow.shrink.shrunk", "base": config, "changes": changes}
+        config = {"_target_": f"{PACKAGE}.compress.tensorflow.shrink.shrunk", "base": config, "changes": changes}
     small = as_folder(model, config, tmp_path / "small")
     inputs = np.random.default_rng(0).random((2, *SHAPE), np.float32)
     np.testing.assert_allclose(load_model(small)(inputs), model(inputs), rtol=1e-4, atol=1e-5)

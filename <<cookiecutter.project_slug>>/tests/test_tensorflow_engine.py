@@ -10,8 +10,8 @@ from engine_helpers import GOOD, RATE, check_snapshot, check_training, make, ste
 from hydra.utils import instantiate
 from jobs import choices, compose_config
 
-from << cookiecutter.package_name >>.distributed import Communicator, open_communicator
 from << cookiecutter.package_name >>.errors import UserError
+from << cookiecutter.package_name >>.ranks import Communicator, open_communicator
 from << cookiecutter.package_name >>.sampler import Position, Sampler
 
 MOBILE = (

@@ -10,7 +10,7 @@ import tensorflow as tf
 from jobs import PACKAGE, compose_config
 from PIL import Image
 
-from << cookiecutter.package_name >>.build import open_data
+from << cookiecutter.package_name >>.assemble import open_data
 from << cookiecutter.package_name >>.errors import UserError
 from << cookiecutter.package_name >>.tensorflow.models import cnn, keras_file
 from << cookiecutter.package_name >>.tensorflow.tfrecord import Records, tfrecords

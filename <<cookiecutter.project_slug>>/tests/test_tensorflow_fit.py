@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from jobs import RANKS, run_ranks
 
-from << cookiecutter.package_name >>.checkpoint import Store
-from << cookiecutter.package_name >>.distributed import Communicator, open_communicator
+from << cookiecutter.package_name >>.checkpoints.store import Store
 from << cookiecutter.package_name >>.errors import UserError
+from << cookiecutter.package_name >>.ranks import Communicator, open_communicator
 from << cookiecutter.package_name >>.tensorflow.callbacks import Synchronize, restore
 from << cookiecutter.package_name >>.tensorflow.models import mlp
 from << cookiecutter.package_name >>.tensorflow.optimizer import distribute

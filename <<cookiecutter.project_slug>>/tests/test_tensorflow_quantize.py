@@ -10,11 +10,11 @@ import pytest
 from jobs import RANKS, compose_config, run_ranks
 from quantize_helpers import accuracy, trained_model
 
-from << cookiecutter.package_name >>.distributed import Communicator, open_communicator
+from << cookiecutter.package_name >>.compress.tensorflow.quantize import post_training
 from << cookiecutter.package_name >>.errors import UserError
-from << cookiecutter.package_name >>.export import validation_samples
-from << cookiecutter.package_name >>.runtime import load_predictor, weigh
-from << cookiecutter.package_name >>.tensorflow.quantize import post_training
+from << cookiecutter.package_name >>.export.artefacts import load_predictor, weigh
+from << cookiecutter.package_name >>.export.command import validation_samples
+from << cookiecutter.package_name >>.ranks import Communicator, open_communicator
 
 
 @pytest.fixture(scope="module")

@@ -7,8 +7,8 @@ import pytest
 from jobs import compose_config, values
 from safetensors.numpy import load_file, save_file
 
-from << cookiecutter.package_name >>.checkpoint import Store
-from << cookiecutter.package_name >>.manifest import MANIFEST, seal
+from << cookiecutter.package_name >>.checkpoints.manifest import MANIFEST, seal
+from << cookiecutter.package_name >>.checkpoints.store import Store
 from << cookiecutter.package_name >>.train import train
 
 NAMES = {"1.weight": "dense_0/kernel", "1.bias": "dense_0/bias", "4.weight": "logits/kernel", "4.bias": "logits/bias"}

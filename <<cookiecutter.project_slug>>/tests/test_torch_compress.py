@@ -15,17 +15,18 @@ from jobs import PACKAGE
 from omegaconf import OmegaConf
 from torch import nn
 
-from << cookiecutter.package_name >>.checkpoint import Store
-from << cookiecutter.package_name >>.compress import compress
-from << cookiecutter.package_name >>.distributed import Communicator, open_communicator
+from << cookiecutter.package_name >>.checkpoints.store import Store
+from << cookiecutter.package_name >>.compress.command import compress
+from << cookiecutter.package_name >>.compress.torch import measure
+from << cookiecutter.package_name >>.compress.torch.distill import Distillation
+from << cookiecutter.package_name >>.compress.torch.fake_quantize import STEPS
+from << cookiecutter.package_name >>.compress.torch.shrink import fewer_channels, low_rank, shrunk
 from << cookiecutter.package_name >>.engine import rank_files
 from << cookiecutter.package_name >>.errors import UserError
 from << cookiecutter.package_name >>.evaluate import evaluate_run
-from << cookiecutter.package_name >>.torch import measure
-from << cookiecutter.package_name >>.torch.distill import Distillation
-from << cookiecutter.package_name >>.torch.fake_quantize import STEPS
-from << cookiecutter.package_name >>.torch.models import load_model, resnet18
-from << cookiecutter.package_name >>.torch.shrink import fewer_channels, low_rank, shrunk
+from << cookiecutter.package_name >>.export.torch import load_model
+from << cookiecutter.package_name >>.ranks import Communicator, open_communicator
+from << cookiecutter.package_name >>.torch.models import resnet18
 
 CHANNELS = OmegaConf.create({"sparsity": 0.5, "scope": "layer", "layers": ["*"], "skip": []})
 RANK = OmegaConf.create({"rank": None, "energy": 0.8, "layers": ["*"], "skip": []})
@@ -153,7 +154,7 @@ def test_a_chain(source: Path, tmp_path: Path) -> None:
     assert models["2-low_rank"]["gzipped"] > 2 * models["3-int8"]["gzipped"]
     parent = Path(report_of(tmp_path / "2-low_rank")["lineage"]["parent"])
     assert parent.parent == tmp_path / "1-distill" / "checkpoints"
-    again = [sys.executable, "-m", f"{PACKAGE}.report", str(tmp_path)]
+    again = [sys.executable, "-m", f"{PACKAGE}.compress.report", str(tmp_path)]
     subprocess.run(again, env=alone(), check=True)
     assert [*report_of(tmp_path)["models"]] == [*models]
 

@@ -9,8 +9,8 @@ from engine_helpers import RATE, check_snapshot, check_training, make, train, we
 from hydra.utils import instantiate
 from jobs import RANKS, choices, compose_config, run_ranks
 
-from << cookiecutter.package_name >>.distributed import Communicator, open_communicator
 from << cookiecutter.package_name >>.errors import UserError
+from << cookiecutter.package_name >>.ranks import Communicator, open_communicator
 from << cookiecutter.package_name >>.sampler import Position, Sampler
 
 

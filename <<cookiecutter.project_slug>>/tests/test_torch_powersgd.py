@@ -7,10 +7,10 @@ import pytest
 from conftest import Job
 from jobs import RANKS, compose_config, values
 
-from << cookiecutter.package_name >>.distributed import open_communicator
 from << cookiecutter.package_name >>.engine import open_engine
 from << cookiecutter.package_name >>.errors import UserError
 from << cookiecutter.package_name >>.options import check_options
+from << cookiecutter.package_name >>.ranks import open_communicator
 
 POWERSGD = ("horovod.compression=powersgd", "horovod.powersgd_rank=2")
 FAILS_LATER = ("data.source._target_=faulty.fails_later", "~data.source.validation_fraction")

@@ -13,20 +13,20 @@ from jobs import RANKS, compose_config, run_ranks
 from quantize_helpers import accuracy, trained_model
 from torch import nn
 
-from << cookiecutter.package_name >>.data import digits
-from << cookiecutter.package_name >>.distributed import Communicator, open_communicator
-from << cookiecutter.package_name >>.errors import UserError
-from << cookiecutter.package_name >>.export import validation_samples
-from << cookiecutter.package_name >>.runtime import PROGRAMS, load_predictor, weigh
-from << cookiecutter.package_name >>.torch.export import channels_first
-from << cookiecutter.package_name >>.torch.fake_quantize import (
+from << cookiecutter.package_name >>.compress.torch.fake_quantize import (
     calibrating,
     merge_ranges,
     prepare,
     quantizers,
 )
-from << cookiecutter.package_name >>.torch.models import cnn, load_model, resnet18
-from << cookiecutter.package_name >>.torch.quantize import convert, post_training
+from << cookiecutter.package_name >>.compress.torch.quantize import convert, post_training
+from << cookiecutter.package_name >>.data import digits
+from << cookiecutter.package_name >>.errors import UserError
+from << cookiecutter.package_name >>.export.artefacts import PROGRAMS, load_predictor, weigh
+from << cookiecutter.package_name >>.export.command import validation_samples
+from << cookiecutter.package_name >>.export.torch import channels_first, load_model
+from << cookiecutter.package_name >>.ranks import Communicator, open_communicator
+from << cookiecutter.package_name >>.torch.models import cnn, resnet18
 
 SHAPE = (8, 8, 1)
 

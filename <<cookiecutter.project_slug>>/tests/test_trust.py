@@ -22,20 +22,22 @@ from compress_helpers import alone, compress_config
 from jobs import CONF, ENGINES, PACKAGE, ROOT, compose_config
 from omegaconf import OmegaConf
 
-from << cookiecutter.package_name >>.changes import read_config as read_flat
-from << cookiecutter.package_name >>.checkpoint import Store
-from << cookiecutter.package_name >>.compress import compress_once, training_config
+from << cookiecutter.package_name >>.checkpoints.config_diff import read_config as read_flat
+from << cookiecutter.package_name >>.checkpoints.manifest import seal
+from << cookiecutter.package_name >>.checkpoints.store import Store
+from << cookiecutter.package_name >>.compress.command import compress_once, training_config
+from << cookiecutter.package_name >>.compress.report import measure
 from << cookiecutter.package_name >>.errors import UserError
 from << cookiecutter.package_name >>.evaluate import read_config
-from << cookiecutter.package_name >>.export import FORMATS, export
-from << cookiecutter.package_name >>.manifest import seal
-from << cookiecutter.package_name >>.report import measure
-from << cookiecutter.package_name >>.runtime import load_predictor
+from << cookiecutter.package_name >>.export.artefacts import load_predictor
+from << cookiecutter.package_name >>.export.command import FORMATS, export
 from << cookiecutter.package_name >>.train import train
 from << cookiecutter.package_name >>.trust import LISTED
 
 Node = dict[str, Any]
 OURS = f"{PACKAGE}.{ENGINES[0]}"
+SHRUNK = f"{PACKAGE}.compress.{ENGINES[0]}.shrink.shrunk"
+EXPORT = f"{PACKAGE}.export.{ENGINES[0]}"
 SHAPE: Node = {"shape": [8, 8, 1], "classes": 10}
 TELLING = r"names .*, which could run any code: only if you know what it does, add --trust \S"
 
@@ -82,12 +84,12 @@ NAMED: dict[str, Callable[[str], Node]] = {
     "hydra, later": lambda c: calls("hydra.utils.instantiate", system(c), _recursive_=False),
     "hydra, a part": lambda c: calls("hydra.utils.call", {**system(c), "_partial_": True}),
     "partial": lambda c: {**system(c), "_partial_": True},
-    "our doctor": lambda c: calls(f"{PACKAGE}.doctor._run", job=["sh", "-c", f"touch {c}"]),
+    "our doctor": lambda c: calls(f"{PACKAGE}.cluster.doctor._run", job=["sh", "-c", f"touch {c}"]),
     "our probe": lambda c: calls(f"{PACKAGE}.manifest.write_durably", calls("pathlib.Path", c), "text"),
     "what our module imports": lambda c: calls(f"{PACKAGE}.data.np.save", c, [1, 2]),
     "a class that our module imports": lambda c: calls(f"{OURS}.models.Path.touch", calls(f"{OURS}.models.Path", c)),
     "our reader of models": lambda c: calls(
-        f"{OURS}.models.load_model", folder=str(Path(c).with_name("second")), trusted=["os", "posix", "subprocess"]
+        f"{EXPORT}.load_model", folder=str(Path(c).with_name("second")), trusted=["os", "posix", "subprocess"]
     ),
     "our reader of keras files": lambda c: calls(f"{PACKAGE}.tensorflow.models.keras_file", c),
     "a listed name and more": lambda c: calls(f"{PACKAGE}.data.digits.__globals__", c),
@@ -98,10 +100,8 @@ NAMED: dict[str, Callable[[str], Node]] = {
     "in _args_": lambda c: calls(f"{OURS}.models.mlp", [8, 8, 1], system(c)),
     "deep": lambda c: ours(hidden=deep(system(c), 40)),
     "beside": lambda c: ours(_recursive_=False, _convert_="all", other=system(c)),
-    "of what is shrunk": lambda c: calls(f"{OURS}.shrink.shrunk", base=system(c), changes=[]),
-    "in changes": lambda c: calls(
-        f"{OURS}.shrink.shrunk", base=ours(), changes=[{"kind": "widths", "layers": system(c)}]
-    ),
+    "of what is shrunk": lambda c: calls(SHRUNK, base=system(c), changes=[]),
+    "in changes": lambda c: calls(SHRUNK, base=ours(), changes=[{"kind": "widths", "layers": system(c)}]),
 }
 # What has no callable to name, or hides it.
 ODD: dict[str, Callable[[str], Node]] = {
@@ -180,7 +180,7 @@ def read_all(run: Path, model: Path, folder: Path, node: Node) -> list[str]:
         said.append(str(error.value))
 
     bad = hostile_model(model, folder / "model", node)
-    refused(lambda: import_module(f"{OURS}.models").load_model(bad))
+    refused(lambda: import_module(EXPORT).load_model(bad))
     refused(lambda: load_predictor(bad))
     read_run(hostile_run(run, folder / "run", "model", node), refused)
     return said
@@ -188,7 +188,7 @@ def read_all(run: Path, model: Path, folder: Path, node: Node) -> list[str]:
 
 def read_run(run: Path, refused: Callable[[Callable[[], object]], None]) -> None:
     """As evaluate, compress, report and export do."""
-    kind = import_module(f"{OURS}.export").FORMATS[0]
+    kind = import_module(EXPORT).FORMATS[0]
     refused(lambda: read_config(run, []))
     refused(lambda: training_config(OmegaConf.create({**SMALLER, "from": str(run)})))
     refused(lambda: measure(run))
@@ -215,7 +215,7 @@ def test_the_other_parts_of_a_run_are_data_as_well(run: Path, tmp_path: Path, op
         lambda: training_config(OmegaConf.create({**SMALLER, "from": str(bad)})),
     ]
     if option.startswith("data"):
-        kind = import_module(f"{OURS}.export").FORMATS[0]
+        kind = import_module(EXPORT).FORMATS[0]
         reads += [lambda: measure(bad), lambda: export(bad, "best", bad / f"made{FORMATS[kind]}", kind)]
     for read in reads:
         with pytest.raises(UserError, match=TELLING):
@@ -231,7 +231,7 @@ def test_nothing_is_looked_up_for_a_file(run: Path, model: Path, tmp_path: Path,
 
 
 def test_trust_is_of_one_callable_by_its_whole_name(model: Path, tmp_path: Path) -> None:
-    load_model = import_module(f"{OURS}.models").load_model
+    load_model = import_module(EXPORT).load_model
     mine = hostile_model(
         model, tmp_path / "mine", {"_target_": "collections.OrderedDict", "a": {"_target_": "builtins.dict"}}
     )
@@ -326,12 +326,13 @@ def test_an_engine_is_one_of_ours(model: Path, run: Path, tmp_path: Path, name: 
     "change", [{"forward": 1}, {"activation": {"class_name": "function", "config": "eval"}}, {"units": "1"}]
 )
 def test_a_change_of_a_layer_is_of_its_widths_only(model: Path, engine: str, tmp_path: Path, change: Node) -> None:
-    wing = f"{PACKAGE}.{engine}"
     name = {"torch": "1", "tensorflow": "dense"}[engine]
-    base = {"_target_": f"{wing}.models.mlp", **SHAPE}
-    node = calls(f"{wing}.shrink.shrunk", base=base, changes=[{"kind": "widths", "layers": {name: change}}])
+    base = {"_target_": f"{PACKAGE}.{engine}.models.mlp", **SHAPE}
+    node = calls(
+        f"{PACKAGE}.compress.{engine}.shrink.shrunk", base=base, changes=[{"kind": "widths", "layers": {name: change}}]
+    )
     with pytest.raises(UserError, match=r"are no widths"):
-        import_module(f"{wing}.models").load_model(hostile_model(model, tmp_path / "model", node))
+        import_module(f"{PACKAGE}.export.{engine}").load_model(hostile_model(model, tmp_path / "model", node))
 
 
 class Evil:
@@ -369,14 +370,14 @@ def test_each_command_ends_in_one_sentence(run: Path, model: Path, tmp_path: Pat
     checkpoint = weights.with_name(weights.read_text().strip())
     (checkpoint / "model.safetensors").write_bytes(pickle.dumps(Evil(canary)))
     resealed(checkpoint)
-    kind = import_module(f"{OURS}.export").FORMATS[0]
+    kind = import_module(EXPORT).FORMATS[0]
     started = ["-m", f"{PACKAGE}.train", f"engine={ENGINES[0]}", f"hydra.run.dir={tmp_path}/new", "model.hidden=[8]"]
     started += ["epochs=1", "tracking.tensorboard=false"]
     smaller = ["-m", f"{PACKAGE}.compress", f"hydra.run.dir={tmp_path}/small", "name=small"]
     foreign = next((bad / "checkpoints").glob("step-*"))
     for arguments, sentence in (
         (["-m", f"{PACKAGE}.evaluate", bad], TELLING),
-        (["-m", f"{PACKAGE}.report", "--json", bad], TELLING),
+        (["-m", f"{PACKAGE}.compress.report", "--json", bad], TELLING),
         (["-m", f"{PACKAGE}.export", bad, "best", f"made{FORMATS[kind]}", "--format", kind], TELLING),
         ([*smaller, f"from={bad}", "compress=prune"], TELLING),
         ([*smaller, f"from={bad}", "compress=distill"], TELLING),
@@ -487,6 +488,6 @@ def test_a_report_names_no_folder_outside(run: Path, tmp_path: Path, name: str) 
     (tmp_path / "out" / "plan.json").write_text("{}")
     rows: dict[str, Node] = {name.replace("/tmp", str(tmp_path)): {}}
     (report / "report.json").write_text(json.dumps({"models": rows, "setting": {}}))
-    done = command("-m", f"{PACKAGE}.report", report, cwd=tmp_path)
+    done = command("-m", f"{PACKAGE}.compress.report", report, cwd=tmp_path)
     assert done.returncode == 2
     assert f"{report}/plan.json" in done.stderr

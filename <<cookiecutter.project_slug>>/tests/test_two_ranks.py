@@ -30,7 +30,7 @@ from jobs import (
     wait_for_training,
 )
 
-from << cookiecutter.package_name >>.preemption import EXIT_CODE
+from << cookiecutter.package_name >>.errors import PREEMPTED
 
 pytestmark = pytest.mark.slow
 each_engine = pytest.mark.usefixtures("engine")
@@ -165,7 +165,7 @@ def test_a_signal_to_the_whole_group_spares_the_workers(tmp_path: Path, number: 
         wait_for_training(tmp_path / "run")
         os.killpg(job.pid, number)
         output, _ = job.communicate(timeout=30)
-    assert job.returncode == EXIT_CODE, output
+    assert job.returncode == PREEMPTED, output
     assert "error: stopped by a signal after step" in output
 
 

@@ -11,8 +11,8 @@ from typing import Any, Protocol
 import numpy.typing as npt
 
 from .data import Dataset
-from .distributed import Bytes, Communicator
 from .errors import UserError
+from .ranks import Bytes, Communicator
 from .sampler import Indices, Share
 
 NO_RANK = (

@@ -21,6 +21,8 @@ log = logging.getLogger(__name__)
 
 USER_ERROR = 2
 FAILURE = 1
+PREEMPTED = 75  # EX_TEMPFAIL of sysexits.h: try again later; schedulers can requeue on it
+BURST_S = 1.0  # signals that come closer are one: to the rank, to its group, by the launcher
 NO_FOLDER = (errno.EEXIST, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP)  # what making a run's folder can end in
 
 

@@ -11,13 +11,13 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from .build import open_data
-from .checkpoint import Store
-from .distributed import launched_rank, open_communicator
+from .assemble import open_data
+from .checkpoints.store import Store
 from .engine import Engine, open_engine
 from .errors import Parser, UserError, end_well
 from .loop import evaluate
 from .options import read_options
+from .ranks import launched_rank, open_communicator
 from .trust import add_trust
 from .weights import FILE
 

@@ -13,13 +13,13 @@ from dataclasses import dataclass, replace
 from typing import NoReturn
 
 from .data import Splits
-from .distributed import Communicator
 from .engine import Engine, Sums, other_wire
 from .errors import UserError
 from .preemption import Preempted, Preemption
+from .progress import State
+from .ranks import Communicator
 from .sampler import Indices, Sampler, Share, evaluation_batches
 from .schedule import Schedule
-from .state import State
 from .tracking import Tracker
 
 log = logging.getLogger(__name__)

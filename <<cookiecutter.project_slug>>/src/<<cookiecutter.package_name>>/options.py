@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from . import trust
 from .addresses import check_addresses
-from .changes import flat
+from .checkpoints.config_diff import flat
 from .errors import UserError
 
 
@@ -142,41 +142,7 @@ RULES: dict[str, Rule] = {
 }
 
 
-COMPRESS_RULES: dict[str, Rule] = {
-    "name": Name(),
-    "trust": ListOf("[my_package.mine.Net]"),
-    "compress.layers": ListOf("[name]"),
-    "compress.skip": ListOf("[name]"),
-    "compress.sweep": ListOf("[0.5,0.8]"),
-    "compress.sparsity": Number(low=0, high=0.9999, real=True),
-    "compress.scope": OneOf(("global", "layer")),
-    "compress.schedule": OneOf(("one_shot", "gradual")),
-    "compress.pattern": OneOf(("free", "2:4")),
-    "compress.kind": OneOf(("static", "dynamic", "weight_only", "fp16", "bf16")),
-    "compress.samples": WHOLE,
-    "compress.rise": Number(low=1e-6, high=1, real=True),
-    "compress.every": WHOLE,
-    "compress.rank": WHOLE,
-    "compress.energy": Number(low=0, high=1, real=True),
-    "compress.temperature": POSITIVE,
-    "compress.weight": Number(low=0, high=1, real=True),
-    "compress.feature_weight": NOT_NEGATIVE,
-    "compress.measure.batch": WHOLE,
-    "compress.measure.threads": WHOLE,
-    "compress.measure.calls": WHOLE,
-    "compress.require.max_accuracy_drop": NOT_NEGATIVE,
-    "compress.require.max_latency_ratio": NOT_NEGATIVE,
-    "compress.require.min_size_ratio": NOT_NEGATIVE,
-    "compress.require.min_gzip_ratio": NOT_NEGATIVE,
-}
-
 NULLABLE = {
-    "compress.sweep",
-    "compress.rank",
-    "compress.require.max_accuracy_drop",
-    "compress.require.max_latency_ratio",
-    "compress.require.min_size_ratio",
-    "compress.require.min_gzip_ratio",
     "clip_norm",
     "patience",
     "data.global_batch",
@@ -192,7 +158,7 @@ BUILT = (*MODEL_AND_DATA, "optimizer", "horovod.compression")  # the options of 
 ABSENT = object()  # an option that the chosen config groups do not have
 
 
-def check_options(config: DictConfig, rules: Mapping[str, Rule] = RULES) -> None:
+def check_options(config: DictConfig, rules: Mapping[str, Rule] = RULES, nullable: Collection[str] = NULLABLE) -> None:
     """Check every option that has a rule.
 
     Raises:
@@ -201,7 +167,7 @@ def check_options(config: DictConfig, rules: Mapping[str, Rule] = RULES) -> None
     check_addresses(str(value) for _, value in flat(OmegaConf.to_container(config)))
     for option, rule in rules.items():
         value = OmegaConf.select(config, option, throw_on_missing=True, default=ABSENT)
-        if value is ABSENT or (value is None and option in NULLABLE):
+        if value is ABSENT or (value is None and option in nullable):
             continue
         if not rule.accepts(value):
             shown = "null" if value is None else value

@@ -11,21 +11,19 @@ import signal
 import time
 from types import FrameType
 
-from .distributed import Communicator
-from .errors import UserError
+from .errors import BURST_S, PREEMPTED, UserError
+from .ranks import Communicator
 
 log = logging.getLogger(__name__)
 
-EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: try again later; schedulers can requeue on it
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 ASK_EVERY_S = 1.0
-BURST_S = 1.0  # signals that come closer are one: to the rank, to its group, by the launcher
 
 
 class Preempted(UserError):
     """All ranks have saved and stop; the same command goes on from there."""
 
-    code = EXIT_CODE
+    code = PREEMPTED
 
 
 class Preemption:

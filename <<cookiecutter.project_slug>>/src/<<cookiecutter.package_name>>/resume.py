@@ -9,13 +9,13 @@ from pathlib import Path
 from omegaconf import DictConfig, OmegaConf
 
 from .addresses import is_url
-from .changes import changes, flat, read_config
-from .checkpoint import Checkpoint, Store
-from .distributed import Communicator
+from .checkpoints.config_diff import changes, flat, read_config
+from .checkpoints.mirror import fetch
+from .checkpoints.store import Checkpoint, Store
 from .engine import Engine
 from .errors import UserError
-from .mirror import fetch
-from .state import State, read_state
+from .progress import State, read_state
+from .ranks import Communicator
 
 log = logging.getLogger(__name__)
 

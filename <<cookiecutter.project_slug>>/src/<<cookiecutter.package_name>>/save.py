@@ -10,12 +10,13 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from .checkpoint import Store, describe
-from .distributed import BLOCK, Bytes, Communicator
+from .checkpoints.mirror import Mirror
+from .checkpoints.provenance import describe
+from .checkpoints.store import Store
 from .engine import Engine, rank_file
-from .mirror import Mirror
+from .progress import State
+from .ranks import BLOCK, Bytes, Communicator
 from .saver import Saver
-from .state import State
 
 
 class RunSaver:

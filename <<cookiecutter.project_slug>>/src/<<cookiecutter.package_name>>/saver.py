@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from threading import Thread
 
-from .checkpoint import Checkpoint, Store, StoreError, Writer
+from .checkpoints.store import Checkpoint, Store, StoreError, Writer
 
 log = logging.getLogger(__name__)
 

@@ -15,18 +15,18 @@ from omegaconf import DictConfig, OmegaConf
 
 from . import resume
 from .addresses import guarded
-from .build import fresh_state, open_cadence, open_data, open_sampler, open_schedule, open_store
-from .checkpoint import Store
+from .assemble import fresh_state, open_cadence, open_data, open_sampler, open_schedule, open_store
+from .checkpoints.ownership import TRAINING, check_folder
+from .checkpoints.store import Store
 from .data import Splits
-from .distributed import Communicator, launched_rank, open_communicator
 from .engine import Engine, open_engine
 from .errors import UserError, end_hydra_well, end_well
 from .loop import Loop
 from .options import check_options
-from .ownership import TRAINING, check_folder
 from .preemption import Preemption
+from .progress import State, read_state
+from .ranks import Communicator, launched_rank, open_communicator
 from .save import open_saver
-from .state import State, read_state
 from .tracking import METRICS, Tracker, open_log, read_metrics, show_table
 
 

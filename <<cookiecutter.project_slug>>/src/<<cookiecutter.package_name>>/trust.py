@@ -26,8 +26,8 @@ OPTIMIZERS = ("SGD", "Adam", "AdamW")
 LISTED = frozenset(
     [
         *(f"{__package__}.{engine}.models.{name}" for engine, name in product(ENGINES, MODELS)),
-        *(f"{__package__}.{engine}.shrink.shrunk" for engine in ENGINES),
-        f"{__package__}.torch.fake_quantize.prepare",
+        *(f"{__package__}.compress.{engine}.shrink.shrunk" for engine in ENGINES),
+        f"{__package__}.compress.torch.fake_quantize.prepare",
         *(f"{__package__}.{name}" for name in SOURCES),
         *(f"{home}.{name}" for home, name in product(("torch.optim", "keras.optimizers"), OPTIMIZERS)),
     ]

@@ -9,7 +9,7 @@ import time
 import numpy as np
 
 from << cookiecutter.package_name >>.data import ArrayDataset, Samples, Splits, digits
-from << cookiecutter.package_name >>.distributed import launched_rank
+from << cookiecutter.package_name >>.ranks import launched_rank
 from << cookiecutter.package_name >>.sampler import Indices
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from jobs import current_engine
 
-from << cookiecutter.package_name >>.distributed import launched_rank, open_communicator
+from << cookiecutter.package_name >>.ranks import launched_rank, open_communicator
 
 
 def wait_for(file: Path) -> None:

@@ -5,10 +5,10 @@ import sys
 from jobs import compose_config, current_engine
 from omegaconf import OmegaConf
 
-from << cookiecutter.package_name >>.compress import wing_of
-from << cookiecutter.package_name >>.distributed import open_communicator
+from << cookiecutter.package_name >>.compress.command import wing_of
+from << cookiecutter.package_name >>.compress.pruning import Pruning
 from << cookiecutter.package_name >>.engine import open_engine
-from << cookiecutter.package_name >>.pruning import Pruning
+from << cookiecutter.package_name >>.ranks import open_communicator
 
 config = compose_config("model=cnn", "model.width=4")
 engine = open_engine(config, open_communicator(current_engine()))

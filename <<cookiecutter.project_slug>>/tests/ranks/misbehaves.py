@@ -7,7 +7,7 @@ import sys
 import time
 from pathlib import Path
 
-from << cookiecutter.package_name >>.distributed import launched_rank
+from << cookiecutter.package_name >>.ranks import launched_rank
 
 
 def main(what: str, folder: Path) -> None:

@@ -7,8 +7,8 @@ from typing import Any, NoReturn
 
 from jobs import current_engine
 
-from << cookiecutter.package_name >>.distributed import launched_rank
 from << cookiecutter.package_name >>.errors import end_well
+from << cookiecutter.package_name >>.ranks import launched_rank
 from << cookiecutter.package_name >>.train import main
 
 

@@ -4,12 +4,12 @@ import time
 
 from jobs import compose_config, current_engine
 
-from << cookiecutter.package_name >> import distributed
+from << cookiecutter.package_name >> import ranks as module
 
 if __name__ == "__main__":
-    distributed.ASK_AGAIN_S = 0.5
+    module.ASK_AGAIN_S = 0.5
     settings = compose_config("horovod.stall_check_s=1", "horovod.stall_shutdown_s=3").horovod
-    ranks = distributed.open_communicator(current_engine(), settings)
+    ranks = module.open_communicator(current_engine(), settings)
     ranks.on_writer(lambda: time.sleep(6), "long")
     print(f"rank {ranks.rank} is through", flush=True)
     if ranks.rank == 1:

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 from jobs import current_engine
 
-from << cookiecutter.package_name >> import distributed
-from << cookiecutter.package_name >>.distributed import Bytes, Communicator, open_communicator
+from << cookiecutter.package_name >> import ranks as module
 from << cookiecutter.package_name >>.errors import UserError
+from << cookiecutter.package_name >>.ranks import Bytes, Communicator, open_communicator
 
 
 def expect(error: type[Exception], call: Callable[[], object], *words: str) -> None:
@@ -36,7 +36,7 @@ def check_talk(ranks: Communicator) -> None:
 def check_parts(ranks: Communicator) -> None:
     """Bytes reach the writing rank alone, in rank order and in blocks, however large each rank's part is."""
     for block, sizes in ((2**25, (5, 0)), (4, (10, 7)), (4, (0, 9)), (4, (0, 0)), (1000, (3, 8))):
-        distributed.BLOCK = block
+        module.BLOCK = block
         whole = np.arange(sum(sizes), dtype=np.uint8)
         mine = whole[: sizes[0]] if ranks.rank == 0 else whole[sizes[0] :]
         blocks: list[Bytes] = []
@@ -47,7 +47,7 @@ def check_parts(ranks: Communicator) -> None:
 
 def check_foreign(ranks: Communicator) -> None:
     """What is no message ends all ranks with the name of the one that sent it; a pickle does not run."""
-    room = vars(distributed)
+    room = vars(module)
     encode, harmful = room["encode"], np.frombuffer(pickle.dumps(Harmful()), np.uint8)
     for stranger in (1, 0):
         room["encode"] = (lambda value: harmful) if ranks.rank == stranger else encode

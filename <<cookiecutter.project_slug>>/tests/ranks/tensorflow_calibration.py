@@ -5,9 +5,9 @@ from pathlib import Path
 
 from jobs import compose_config
 
-from << cookiecutter.package_name >>.distributed import open_communicator
-from << cookiecutter.package_name >>.export import validation_samples
-from << cookiecutter.package_name >>.tensorflow.quantize import post_training
+from << cookiecutter.package_name >>.compress.tensorflow.quantize import post_training
+from << cookiecutter.package_name >>.export.command import validation_samples
+from << cookiecutter.package_name >>.ranks import open_communicator
 
 
 def main() -> None:

@@ -12,9 +12,9 @@ from typing import Any
 import keras
 import numpy as np
 
-from << cookiecutter.package_name >>.checkpoint import Store
+from << cookiecutter.package_name >>.checkpoints.store import Store
 from << cookiecutter.package_name >>.data import digits
-from << cookiecutter.package_name >>.distributed import Communicator, open_communicator
+from << cookiecutter.package_name >>.ranks import Communicator, open_communicator
 from << cookiecutter.package_name >>.schedule import Schedule
 from << cookiecutter.package_name >>.tensorflow.callbacks import (
     AverageMetrics,

@@ -6,8 +6,8 @@ import tensorflow as tf
 from jobs import compose_config
 from talk import expect
 
-from << cookiecutter.package_name >>.distributed import Communicator, open_communicator
 from << cookiecutter.package_name >>.errors import UserError
+from << cookiecutter.package_name >>.ranks import Communicator, open_communicator
 from << cookiecutter.package_name >>.tensorflow.engine import build
 from << cookiecutter.package_name >>.tensorflow.optimizer import distribute
 from << cookiecutter.package_name >>.tensorflow.reducer import Reducer, averaged, broadcast_variables

@@ -5,17 +5,17 @@ from pathlib import Path
 
 from jobs import compose_config
 
-from << cookiecutter.package_name >>.distributed import open_communicator
-from << cookiecutter.package_name >>.errors import UserError
-from << cookiecutter.package_name >>.export import validation_samples
-from << cookiecutter.package_name >>.torch.fake_quantize import (
+from << cookiecutter.package_name >>.compress.torch.fake_quantize import (
     calibrating,
     merge_ranges,
     prepare,
     quantizers,
 )
-from << cookiecutter.package_name >>.torch.models import load_model
-from << cookiecutter.package_name >>.torch.quantize import post_training
+from << cookiecutter.package_name >>.compress.torch.quantize import post_training
+from << cookiecutter.package_name >>.errors import UserError
+from << cookiecutter.package_name >>.export.command import validation_samples
+from << cookiecutter.package_name >>.export.torch import load_model
+from << cookiecutter.package_name >>.ranks import open_communicator
 
 
 def main() -> None:

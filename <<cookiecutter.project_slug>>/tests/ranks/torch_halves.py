@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from << cookiecutter.package_name >>.distributed import Communicator
+from << cookiecutter.package_name >>.ranks import Communicator
 
 
 class Halves:

@@ -7,8 +7,8 @@ from jobs import compose_config
 from talk import expect
 from torch import nn
 
-from << cookiecutter.package_name >>.distributed import Communicator, open_communicator
 from << cookiecutter.package_name >>.errors import UserError
+from << cookiecutter.package_name >>.ranks import Communicator, open_communicator
 from << cookiecutter.package_name >>.torch.engine import build
 from << cookiecutter.package_name >>.torch.powersgd import PowerSGD
 from << cookiecutter.package_name >>.torch.reducer import Reducer, averaged, broadcast_model

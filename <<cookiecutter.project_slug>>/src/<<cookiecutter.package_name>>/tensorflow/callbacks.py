@@ -21,9 +21,9 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from ..checkpoint import Store
-from ..distributed import Communicator
+from ..checkpoints.store import Store
 from ..errors import UserError
+from ..ranks import Communicator
 from ..weights import FILE
 from .optimizer import keep_momentum
 from .reducer import averaged, broadcast_variables

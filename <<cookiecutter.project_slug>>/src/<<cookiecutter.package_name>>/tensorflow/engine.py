@@ -19,10 +19,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save as pack
 
 from ..data import Dataset
-from ..distributed import Bytes, Communicator
 from ..engine import NO_RANK, Hooks, Sums, check_finite, rank_file, rank_files
 from ..errors import UserError
-from ..probe import gpu_name
+from ..gpus import gpu_name
+from ..ranks import Bytes, Communicator
 from ..sampler import Indices, Share
 from ..seeds import host_state, seed_host, set_host_state
 from ..weights import FILE, check_shapes, hash_arrays, load_hooks, report_shapes, save_hooks

@@ -6,34 +6,12 @@ They answer with logits. A model from elsewhere must do so too, as keras.applica
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import keras
 from keras import layers
 
 from ..errors import UserError
-from ..model_file import build_model
-from ..weights import FILE
-from .variables import load, named
-
-
-def load_model(folder: str | Path, trusted: Sequence[str] = ()) -> keras.Model:
-    """The model in a folder that `export` made, ready to answer.
-
-    It takes (n, height, width, channels), or (n, features), already normalized as model.json says.
-
-    Args:
-        folder: The model folder.
-        trusted: Other callables that may be built, as ["keras.applications.ResNet50"]; see trust.check().
-
-    Raises:
-        UserError: if the folder is damaged, names what is not trusted, or its architecture or weights do not fit.
-    """
-    keras.utils.clear_session(free_memory=False)  # automatic names begin anew, as when it was trained
-    model: keras.Model = build_model(Path(folder), trusted)
-    load(named(model), Path(folder) / FILE)
-    return model
 
 
 def keras_file(path: str) -> keras.Model:

@@ -13,8 +13,8 @@ import horovod.tensorflow as hvd
 import tensorflow as tf
 
 from ..buckets import split
-from ..distributed import check_adasum
 from ..errors import UserError
+from ..ranks import check_adasum
 
 
 class Reducer:

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 from hydra.utils import instantiate
 from torch import nn
 
-from ..distributed import Communicator
+from ..ranks import Communicator
 from .powersgd import PowerSGD
 
 ON_THE_WAY = ("none", "fp16")  # Horovod's own, which need nothing of what follows

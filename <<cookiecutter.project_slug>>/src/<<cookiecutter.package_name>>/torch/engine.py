@@ -20,13 +20,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ..data import Dataset
-from ..distributed import Bytes, Communicator
 from ..engine import NO_RANK, Hooks, Sums, check_finite, rank_file, rank_files
 from ..errors import UserError
+from ..ranks import Bytes, Communicator
 from ..sampler import Indices, Share
 from ..seeds import host_state, seed_host, set_host_state
 from ..weights import FILE, check_shapes, hash_arrays, load_hooks, report_shapes, save_hooks
-from .fake_quantize import merged_ranges
 from .loader import Tensors, read_batches, read_shares
 from .reducer import Reducer, averaged, broadcast_model
 
@@ -176,7 +175,7 @@ class TorchEngine:
         """Batch-norm statistics and ranges of all ranks."""
         buffers = dict(self.model.named_buffers())
         means = averaged(buffers.values(), self.communicator, "statistics")
-        return dict(zip(buffers, means, strict=True)) | merged_ranges(self.model, self.communicator)
+        return dict(zip(buffers, means, strict=True)) | merged_buffers(self.model, self.communicator)
 
     def snapshot(self, statistics: dict[str, Tensor]) -> Callable[[Path], None]:
         """Copy weights, optimizer and scaler to the host; the weights get the statistics of all ranks."""
@@ -387,3 +386,9 @@ def _load_tensors(file: Path, device: torch.device) -> dict[str, Tensor]:
 
 def _shapes(tensors: dict[str, Tensor]) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+
+
+def merged_buffers(model: nn.Module, communicator: Communicator) -> dict[str, Tensor]:
+    """Those of which a mean over the ranks is wrong, such as ranges: modules with such a method say how they merge."""
+    kinds: set[Any] = {type(part) for part in model.modules() if hasattr(part, "merged_buffers")}
+    return {name: buffer for kind in kinds for name, buffer in kind.merged_buffers(model, communicator).items()}

@@ -5,36 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import pairwise
-from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_model as load_into
 from torch import Tensor, nn
-
-from ..errors import UserError
-from ..model_file import build_model
-from ..weights import FILE
-
-
-def load_model(folder: str | Path, trusted: Sequence[str] = ()) -> nn.Module:
-    """The model in a folder that `export` made, on the CPU, ready to answer.
-
-    It takes (n, channels, height, width), or (n, features), already normalized as model.json says.
-
-    Args:
-        folder: The model folder.
-        trusted: Other callables that may be built, as ["torchvision.models.resnet18"]; see trust.check().
-
-    Raises:
-        UserError: if the folder is damaged, names what is not trusted, or its architecture or weights do not fit.
-    """
-    model: nn.Module = build_model(Path(folder), trusted)
-    try:
-        load_into(model, Path(folder) / FILE)
-    except (RuntimeError, SafetensorError, OSError) as error:
-        raise UserError(f"the weights in {folder} do not fit its architecture ({error}): export it again") from error
-    return model.eval()
 
 
 def mlp(shape: Sequence[int], classes: int, hidden: Sequence[int] = (256, 256), dropout: float = 0.0) -> nn.Sequential:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..distributed import Communicator
+from ..ranks import Communicator
 
 
 class PowerSGD:

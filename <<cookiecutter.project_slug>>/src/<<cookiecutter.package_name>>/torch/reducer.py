@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from ..buckets import split
-from ..distributed import Communicator, check_adasum
 from ..errors import UserError
+from ..ranks import Communicator, check_adasum
 from .compressor import open_compressor
 
 

@@ -1,0 +1,1 @@
+"""The checkpoint store. It needs no framework and knows nothing of training."""

@@ -1,0 +1,1 @@
+"""What several hosts need: a doctor who looks at them, and elastic jobs."""

@@ -1,0 +1,191 @@
+"""Find what is wrong before a job starts: python -m <package>.cluster.doctor --hosts FILE.
+
+See docs/launch-troubles.md.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import Parser, end_at_sigterm, end_well
+from ..launch.hosts import Host, parse_hosts, read_hosts
+from ..launch.network import Network, is_here, parse_subnet
+from ..launch.ssh import port_number
+from . import checks
+from .checks import Finding
+from .probe import engines, nearest
+from .survey import HERE, Survey
+
+PACKAGE = __package__.partition(".")[0]
+FAULT_CODE = 2
+JOB_S = 300  # for the allreduce: on a cold file system a framework may take minutes to load
+STOP_S = 20  # for the launcher to end it
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """All findings, and the network for the ranks if there are several hosts and they have one."""
+
+    findings: list[Finding]
+    network: Network | None
+
+    def faults(self) -> list[Finding]:
+        """What would stop a job."""
+        return [finding for finding in self.findings if finding.state == "fault"]
+
+
+def check(
+    hosts: Sequence[Host],
+    folder: Path = Path("runs"),
+    port: int | None = None,
+    subnet: str | None = None,
+    quick: bool = False,
+    mpi: bool = True,
+) -> Diagnosis:
+    """Ask all hosts at once and compare what they say.
+
+    Args:
+        hosts: Those of the job; this machine joins them if it is not one of them, since it will launch.
+        folder: That of all runs, or of one run.
+        port: Of the hosts' sshd.
+        subnet: The user's choice of a network.
+        quick: Start no job.
+        mpi: Whether Open MPI will start the ranks.
+
+    Raises:
+        UserError: if there is no ssh.
+    """
+    hosts = list(hosts) or [Host(HERE)]
+    names = [host.name for host in hosts]
+    if not any(map(is_here, names)):
+        names.append(HERE)
+    with ExitStack() as closing:
+        token = _leave_token(nearest(folder), closing)
+        survey = closing.enter_context(Survey(names, nearest(folder), token, port))
+        reports = survey.reports()
+        network, findings = checks.check_network(reports, subnet) if len(reports) > 1 else (None, [])
+        findings = [*checks.check_ssh(survey), *checks.check_equal(reports, mpi), *findings]
+        if network is not None:
+            findings += checks.check_connections(survey, network)
+        findings += [*checks.check_names(reports), *checks.check_clocks(survey), *checks.check_gpus(hosts, reports)]
+        findings += [*checks.check_limits(reports), *checks.check_folder(reports), *checks.check_lock(folder)]
+    result = Diagnosis(findings, network)
+    if not quick and not result.faults():
+        findings += [_check_allreduce(engine, hosts, network, port) for engine in engines()]
+    return result
+
+
+def _leave_token(folder: Path, closing: ExitStack) -> str:
+    """A file that every host sees if the folder is shared; gone when `closing` closes."""
+    file = folder / f".doctor-{secrets.token_hex(8)}"
+    try:
+        file.touch()
+    except OSError:  # check_folder says that it is not writable
+        return file.name
+    closing.callback(file.unlink, missing_ok=True)
+    return file.name
+
+
+def _check_allreduce(engine: str, hosts: Sequence[Host], network: Network | None, port: int | None) -> Finding:
+    """A real job of one engine: one rank on each host, or two on this one."""
+    places = ["-H", ",".join(_place(host) for host in hosts)] if network else ["-n", "2"]
+    ways = [*(["--network", network.subnet] if network else []), *(["--port", str(port)] if port else [])]
+    launch = [sys.executable, "-m", f"{PACKAGE}.launch", "--no-check", *ways, *places]
+    job = [*launch, "--module", "probe", "--", "--allreduce", engine]
+    names = tuple(host.name for host in hosts)
+    way_out = f"start it by hand to see more: {shlex.join(job)}"
+    code, output, errors = _run(job)
+    if code is None:
+        return Finding("fault", "allreduce", names, f"a job of {engine} did not end within {JOB_S} s", way_out)
+    measured = re.search(r'\{"ranks".*\}', output)
+    if code or measured is None:
+        said = next(iter(re.findall("^error: (.*)", errors, re.MULTILINE)), "it said nothing")
+        return Finding("fault", "allreduce", names, f"a job of {engine} ended with code {code}: {said}", way_out)
+    result = json.loads(measured[0])
+    found = f"{engine}: {result['ranks']} ranks, 64 MiB of main memory at {result['megabytes_per_s']:.0f} MB/s"
+    return Finding("good", "allreduce", names, found)
+
+
+def _run(job: list[str]) -> tuple[int | None, str, str]:
+    """A job's code, output and errors; no code if it had to be stopped."""
+    with subprocess.Popen(job, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace") as process:
+        try:
+            output, errors = process.communicate(timeout=JOB_S)
+        except subprocess.TimeoutExpired:
+            return None, "", ""
+        finally:
+            if process.poll() is None:
+                _stop(process)
+    return process.returncode, output, errors
+
+
+def _stop(process: subprocess.Popen[str]) -> None:
+    process.terminate()
+    with suppress(subprocess.TimeoutExpired):
+        process.communicate(timeout=STOP_S)
+    process.kill()
+
+
+def _place(host: Host) -> str:
+    """One rank of a host, as -H takes it."""
+    return f"[{host.name}]:1" if ":" in host.name else f"{host.name}:1"
+
+
+def main() -> None:
+    """Print the findings; the exit code is 0, or 2 if there is a fault."""
+    end_at_sigterm()
+    options = _parse(sys.argv[1:])
+    hosts = read_hosts(options.hosts) if options.hosts else [] if options.H is None else parse_hosts(options.H)
+    diagnosis = check(hosts, options.folder, options.port, options.network, options.quick)
+    if options.json:
+        print(json.dumps([asdict(finding) for finding in diagnosis.findings], indent=2))
+    else:
+        _print_table(diagnosis.findings)
+    sys.exit(FAULT_CODE if diagnosis.faults() else 0)
+
+
+def _parse(arguments: list[str]) -> Any:
+    parser = Parser(prog="doctor", description=__doc__)
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--hosts", type=Path, metavar="FILE", help="a hostfile; without hosts, this machine alone")
+    which.add_argument("-H", metavar="a:4,b:4", help="the hosts and their slots")
+    parser.add_argument("--folder", type=Path, default=Path("runs"), help="of the runs, or of one run (runs)")
+    parser.add_argument(
+        "--port", type=port_number, help="of the hosts' sshd; ssh's own configuration knows it otherwise"
+    )
+    parser.add_argument("--network", metavar="SUBNET", help="for the ranks, such as 10.0.0.0/16")
+    parser.add_argument("--quick", action="store_true", help="start no job")
+    parser.add_argument("--json", action="store_true", help="the findings as a list of objects")
+    options = parser.parse_args(arguments)
+    if options.network is not None:
+        parse_subnet(options.network)
+    return options
+
+
+def _print_table(findings: Sequence[Finding]) -> None:
+    from rich.box import SIMPLE
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("state", "check", "hosts", "found", "way out", box=SIMPLE)
+    everyone = max((len(finding.hosts) for finding in findings), default=0)
+    for item in findings:
+        hosts = "all" if len(item.hosts) == everyone > 1 else checks.names(item.hosts)
+        style = {"warning": "yellow", "fault": "red"}.get(item.state)
+        table.add_row(item.state, item.check, hosts, item.found, item.way_out, style=style)
+    width = None if sys.stdout.isatty() else 200
+    Console(width=width, markup=False, highlight=False).print(table)
+
+
+if __name__ == "__main__":
+    end_well(main, lambda: 0)

@@ -1,0 +1,1 @@
+"""What compression does in TensorFlow (Keras 3)."""
