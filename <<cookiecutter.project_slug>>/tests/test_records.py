@@ -128,6 +128,16 @@ def test_an_inherited_global_batch_stays(finished: Path, tmp_path: Path) -> None
         assert plan_from(tmp_path, fresh, compose_config(*SMALL, change)).global_batch == 192
 
 
+def test_a_global_batch_that_is_left_out_stays_in_silence(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run_here(run, "data.global_batch=96")
+    before = contents(run)
+    assert run_here(run).global_batch == 96
+    assert contents(run) == before
+    assert run_here(run, "epochs=2").global_batch == 96
+    assert "data.global_batch" not in (run / "logs/rank-0.log").read_text()
+
+
 @pytest.mark.slow
 def test_a_third_start_at_another_size_keeps_the_global_batch(job: Job, tmp_path: Path) -> None:
     options = ("model.hidden=[4]", "tracking.tensorboard=false")

@@ -94,6 +94,8 @@ def check_config(folder: Path, config: DictConfig, finished: bool) -> None:
     """
     now = dict(flat(OmegaConf.to_container(config)))
     for key, (before, after) in changes(read_config(folder / "config.yaml"), now).items():
+        if key == "data.global_batch" and after is None:  # it stays, see plan_from()
+            continue
         change = f"{key} was {before} and is {after} now"
         if _under(key, FIXED):
             raise UserError(f"{change}, which {folder} cannot go on with: set it back, or use another name=...")
