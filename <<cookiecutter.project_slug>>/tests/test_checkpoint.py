@@ -37,7 +37,7 @@ from store_helpers import (
     steps,
 )
 
-from << cookiecutter.package_name >>.checkpoints import store as module
+from << cookiecutter.package_name >>.checkpoints import provenance
 from << cookiecutter.package_name >>.checkpoints.command import main
 from << cookiecutter.package_name >>.checkpoints.provenance import describe
 from << cookiecutter.package_name >>.checkpoints.store import DamagedError, Store, StoreError
@@ -143,7 +143,7 @@ def test_lineage(store: Store) -> None:
 @pytest.mark.needs("git")
 def test_describe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     git = ["git", "-C", str(tmp_path), "-c", "user.name=t", "-c", "user.email=t@localhost"]
-    monkeypatch.setattr(module, "__file__", str(tmp_path / "checkpoint.py"))
+    monkeypatch.setattr(provenance, "__file__", str(tmp_path / "provenance.py"))
     outside = describe("a: 1")
     subprocess.run([*git, "init", "-q"], check=True)
     subprocess.run([*git, "commit", "-q", "--allow-empty", "-m", "first"], check=True)

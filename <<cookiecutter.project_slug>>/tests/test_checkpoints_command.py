@@ -187,7 +187,7 @@ def test_types_that_numpy_lacks(run: str, capsys: pytest.CaptureFixture[str]) ->
 def test_it_loads_nothing_heavy(store: Store, run: str) -> None:
     code = (
         "import sys;"
-        "from << cookiecutter.package_name >>.checkpoints import main; main(sys.argv[1:]);"
+        "from << cookiecutter.package_name >>.checkpoints.command import main; main(sys.argv[1:]);"
         "heavy = {'torch', 'tensorflow', 'hydra', 'omegaconf', 'fsspec', 'numpy', 'horovod'} & set(sys.modules);"
         "assert not heavy, heavy"
     )

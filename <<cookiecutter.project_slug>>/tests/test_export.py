@@ -156,7 +156,7 @@ def test_another_model_does_not_agree(runs: dict[str, Path], samples: Any, engin
     export(runs[engine], "best", folders[0], "folder")
     export(runs[engine], "best", folders[1], "folder")
     assert compare(folders[0], folders[1], samples)["relative_difference"] == 0
-    other = import_module(f"{PACKAGE}.manifest")
+    other = import_module(f"{PACKAGE}.checkpoints.manifest")
     weights = import_module("safetensors.numpy")
     tensors = weights.load_file(folders[1] / "model.safetensors")
     weights.save_file({name: np.asarray(-value) for name, value in tensors.items()}, folders[1] / "model.safetensors")

@@ -291,8 +291,7 @@ def test_a_model_folder_becomes_a_model_in_two_lines(engine: str, tmp_path: Path
     model = load_model(folder)
     assert model(zeros(engine, 2, 8, 8, 1)).shape == (2, 10)
     description = json.loads((folder / "model.json").read_text())
-    module = load_model.__module__
-    description["model"] = {"_target_": f"{module}.cnn", "shape": [8, 8, 1], "classes": "many"}
+    description["model"] = {"_target_": f"{PACKAGE}.{engine}.models.cnn", "shape": [8, 8, 1], "classes": "many"}
     with pytest.raises(UserError, match="does not fit its architecture"):
         load_model(resealed(folder, description))
     (folder / "model.json").write_text("{}")

@@ -85,7 +85,7 @@ NAMED: dict[str, Callable[[str], Node]] = {
     "hydra, a part": lambda c: calls("hydra.utils.call", {**system(c), "_partial_": True}),
     "partial": lambda c: {**system(c), "_partial_": True},
     "our doctor": lambda c: calls(f"{PACKAGE}.cluster.doctor._run", job=["sh", "-c", f"touch {c}"]),
-    "our probe": lambda c: calls(f"{PACKAGE}.manifest.write_durably", calls("pathlib.Path", c), "text"),
+    "our probe": lambda c: calls(f"{PACKAGE}.checkpoints.manifest.write_durably", calls("pathlib.Path", c), "text"),
     "what our module imports": lambda c: calls(f"{PACKAGE}.data.np.save", c, [1, 2]),
     "a class that our module imports": lambda c: calls(f"{OURS}.models.Path.touch", calls(f"{OURS}.models.Path", c)),
     "our reader of models": lambda c: calls(
