@@ -120,7 +120,8 @@ def tests(session: nox.Session) -> None:
 
 @nox.session(default=False, venv_backend="virtualenv")
 def lock(session: nox.Session) -> None:
-    """Writes locks/ anew: every version that goes into an image, see docs/container.md."""
+    """Writes locks/ anew: every version of a framework and the rest, for an image or another place."""
+    Path("locks").mkdir(exist_ok=True)
     session.install("uv")
     for name in [extra for extra in EXTRAS if extra not in BESIDE]:
         framework, _, kind = name.partition("-")

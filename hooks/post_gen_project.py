@@ -9,6 +9,21 @@ from typing import Any
 
 ANSWERS: dict[str, Any] = json.loads(r"""<< cookiecutter | tojson >>""")
 
+PACKAGE = f"src/{ANSWERS['package_name']}"
+# What goes without each answer, as patterns of paths.
+PARTS = {
+    "use_container": (
+        ".dockerignore",
+        ".github/workflows/image.yml",
+        "Dockerfile",
+        "compose.yaml",
+        "docker",
+        "docs/container.md",
+        "locks",
+    ),
+    "use_slurm": ("launch/slurm.sbatch",),
+    "use_kubernetes": ("launch/kubernetes.yaml",),
+}
 NEXT_STEPS = """
 {project_slug} is ready. Next:
     cd {project_slug}
@@ -34,25 +49,22 @@ def keep_one_lock() -> None:
         shutil.rmtree(folder)
 
 
+def remove(path: Path) -> None:
+    """A file, or a folder with all that is in it; it may have gone with its own folder."""
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
 def remove_unwanted() -> None:
     """Whole files are switched, never lines in them."""
-    package = Path("src", ANSWERS["package_name"])
-    if not ANSWERS["use_slurm"]:
-        Path("launch/slurm.sbatch").unlink()
-    if not ANSWERS["use_kubernetes"]:
-        Path("launch/kubernetes.yaml").unlink()
+    patterns = [pattern for answer, paths in PARTS.items() if not ANSWERS[answer] for pattern in paths]
     other = {"torch": "tensorflow", "tensorflow": "torch"}.get(ANSWERS["framework"])
-    if other:
-        remove_wing(package, other)
-
-
-def remove_wing(package: Path, wing: str) -> None:
-    """What only one framework needs has its name in its path."""
-    for path in [path for folder in ("docs", "locks", "tests", package) for path in Path(folder).rglob(f"*{wing}*")]:
-        if path.is_dir():
-            shutil.rmtree(path)
-        else:
-            path.unlink(missing_ok=True)  # it may have gone with its folder
+    if other:  # what only one framework needs has its name in its path
+        patterns += [f"{folder}/**/*{other}*" for folder in ("docs", "locks", "tests", PACKAGE)]
+    for path in [path for pattern in patterns for path in Path().glob(pattern)]:
+        remove(path)
 
 
 def warn_of_old_python() -> None:

@@ -83,6 +83,14 @@ def check_choice(key: str, choices: tuple[str, ...]) -> None:
         refuse(key, "one of " + ", ".join(choices), choices[0])
 
 
+def check_part(key: str, *needed: str) -> None:
+    """An answer that is of use only with others."""
+    lacking = [name for name in needed if not ANSWERS[name]]
+    if ANSWERS[key] and lacking:
+        others = " ".join(f"{name}=yes" for name in lacking)
+        refuse(key, "no without " + " and ".join(lacking), f"{key}=no, or {others} beside it")
+
+
 def check_slug() -> None:
     """The slug is a folder, a distribution and a host name at once; cookiecutter.json refuses most of these sooner."""
     slug = ANSWERS["project_slug"]
@@ -121,6 +129,7 @@ def main() -> None:
     check_choice("python_version", PYTHONS)
     check_choice("cuda_version", tuple(ANSWERS["_pins"]))
     check_choice("license", LICENSES)
+    check_part("use_kubernetes", "use_container")
 
 
 main()

@@ -23,16 +23,37 @@ os.environ.pop("FORCE_COLOR", None)  # tests read what programs print
 QUESTIONS: dict[str, Any] = {
     key: value for key, value in json.loads((ROOT / "cookiecutter.json").read_text()).items() if not key.startswith("_")
 }
+Answers = dict[str, Any]
 CHOICES: dict[str, list[Any]] = {
     **{key: QUESTIONS[key] for key in ("framework", "cuda_version")},
-    "use_slurm": [False, True],
-    "use_kubernetes": [False, True],
+    **{key: [default, not default] for key, default in QUESTIONS.items() if isinstance(default, bool)},
 }
+NEEDED = {"use_kubernetes": ("use_container",)}  # else an answer is refused
 OTHERS = {key: itertools.cycle(QUESTIONS[key]) for key in ("python_version", "license")}  # nothing depends on these
-COMBINATIONS = [
-    dict(zip(CHOICES, values, strict=True)) | {key: next(choices) for key, choices in OTHERS.items()}
-    for values in itertools.product(*CHOICES.values())
-]
+
+
+def allowed(answers: Answers) -> bool:
+    """Whether no answer lacks another one that it needs."""
+    return all(answers[key] for part, needed in NEEDED.items() if answers[part] for key in needed)
+
+
+def pairs(answers: Answers) -> set[tuple[Any, ...]]:
+    """Any two answers with their values."""
+    return {*itertools.combinations(answers.items(), 2)}
+
+
+def pairwise(every: list[Answers]) -> list[Answers]:
+    """Few of these combinations, with every pair of values that any of them has."""
+    chosen: list[Answers] = []
+    missing = set().union(*map(pairs, every))
+    while missing:
+        chosen.append(max(every, key=lambda answers: len(pairs(answers) & missing)))
+        missing -= pairs(chosen[-1])
+    return chosen
+
+
+EVERY = [*filter(allowed, (dict(zip(CHOICES, values, strict=True)) for values in itertools.product(*CHOICES.values())))]
+COMBINATIONS = [answers | {key: next(choices) for key, choices in OTHERS.items()} for answers in pairwise(EVERY)]
 HARD_ANSWERS = {
     "project_name": "Ünïcode & \"quotes\" 'n' spaces 🐝",
     "description": "Back\\slash, \"double\", 'single', {{ braces }}, # hash: 深層学習 🐝",

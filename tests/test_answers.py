@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import PROJECT_FOLDER, QUESTIONS, ROOT, check, nox, render, run
+from conftest import NEEDED, PROJECT_FOLDER, QUESTIONS, ROOT, check, nox, render, run
 from nox.project import load_toml
 
 COOKIECUTTER = (sys.executable, "-m", "cookiecutter", ROOT)
@@ -52,6 +52,18 @@ def test_refused(key: str, value: str, tmp_path: Path) -> None:
     assert f"{key} is {json.dumps(value, ensure_ascii=not value.isprintable())}, " in sentences[0]
     assert "for example" in sentences[0]
     assert "Traceback" not in done.stderr
+    assert not list((tmp_path / "out").glob("*"))
+
+
+@pytest.mark.parametrize(("part", "needed"), [(part, key) for part, needed in NEEDED.items() for key in needed])
+def test_a_part_without_what_it_needs(part: str, needed: str, tmp_path: Path) -> None:
+    done = run(*COOKIECUTTER, "--no-input", "-o", tmp_path / "out", f"{part}=yes", f"{needed}=no")
+    assert done.returncode != 0
+    sentence = (
+        f"error: {part} is true, but it must be no without {needed}, for example {part}=no, or {needed}=yes beside"
+    )
+    assert sentence in done.stderr
+    assert done.stderr.count("error: ") == 1
     assert not list((tmp_path / "out").glob("*"))
 
 

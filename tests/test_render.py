@@ -1,5 +1,6 @@
 """What a rendering holds: the tree, the contents, and the ways to get it."""
 
+import itertools
 import json
 import re
 import shutil
@@ -13,25 +14,31 @@ from typing import Any
 import pytest
 import yaml
 from check_jsonschema.builtin_schemas import get_builtin_schema
-from conftest import COMBINATIONS, HARD_ANSWERS, PROJECT_FOLDER, ROOT, check, render, run
+from conftest import (
+    CHOICES,
+    COMBINATIONS,
+    EVERY,
+    HARD_ANSWERS,
+    NEEDED,
+    PROJECT_FOLDER,
+    QUESTIONS,
+    ROOT,
+    Answers,
+    check,
+    pairs,
+    render,
+    run,
+)
 from flit_core import buildapi
 from jsonschema.protocols import Validator
 from jsonschema.validators import validator_for
 from nox.project import load_toml
 
 SHELL = {
-    ".dockerignore",
     ".github/workflows/ci.yml",
-    ".github/workflows/image.yml",
     ".gitignore",
-    "Dockerfile",
     "LICENSE",
     "README.md",
-    "compose.yaml",
-    "docker/entrypoint.sh",
-    "docker/environment.sh",
-    "docker/health.sh",
-    "docker/sshd_config",
     "launch/elastic.sh",
     "launch/hosts.example",
     "launch/local.sh",
@@ -41,7 +48,29 @@ SHELL = {
     "scripts/build_horovod.py",
     "scripts/predict.py",
 }
-OPTIONAL = {"use_slurm": "launch/slurm.sbatch", "use_kubernetes": "launch/kubernetes.yaml"}
+OPTIONAL = {
+    "use_container": {
+        ".dockerignore",
+        ".github/workflows/image.yml",
+        "Dockerfile",
+        "compose.yaml",
+        "docker/entrypoint.sh",
+        "docker/environment.sh",
+        "docker/health.sh",
+        "docker/sshd_config",
+    },
+    "use_slurm": {"launch/slurm.sbatch"},
+    "use_kubernetes": {"launch/kubernetes.yaml"},
+}
+# Paths of the package, tests and docs that an answer brings.
+CODE = {"use_container": r"docs/container\.md"}
+# What no other file may name where it was left out.
+NAMES = {
+    "use_container": r"\bDockerfile\b|\bcompose\.yaml|\bdocker/|docs/container|image\.yml|launch/kubernetes",
+    "use_slurm": r"slurm\.sbatch",
+    "use_kubernetes": r"launch/kubernetes",
+}
+DEFAULTS = {key: value[0] if isinstance(value, list) else value for key, value in QUESTIONS.items()}
 LICENSE_WORDS = {
     "Apache-2.0": "Apache License",
     "MIT": "MIT License",
@@ -55,30 +84,47 @@ def files(project: Path) -> set[str]:
     return {p.relative_to(project).as_posix() for p in project.rglob("*") if p.is_file()}
 
 
-def code_files(template: Path, framework: str = "torch") -> set[str]:
-    """The template's own package, tests and docs, under the default package name, without the other framework's."""
+def code_files(template: Path, answers: Answers) -> set[str]:
+    """The template's own package, tests and docs that are asked for, under the default package name."""
     names = {name for name in files(template / PROJECT_FOLDER) if name.startswith(("docs/", "src/", "tests/"))}
-    others = {"torch", "tensorflow"} - {framework} if framework != "both" else set()
-    names = {name for name in names if not any(other in name for other in others)}
+    others = {"torch", "tensorflow"} - {answers["framework"]} if answers["framework"] != "both" else set()
+    left_out = [*others, *(paths for key, paths in CODE.items() if not answers[key])]
+    names = {name for name in names if not any(re.search(paths, name) for paths in left_out)}
     return {name.replace("<<cookiecutter.package_name>>", "my_training") for name in names}
 
 
-def locks(framework: str) -> set[str]:
+def locks(answers: Answers) -> set[str]:
     """One for each framework and kind."""
+    framework = answers["framework"]
     frameworks = ("torch", "tensorflow") if framework == "both" else (framework,)
     hashed = {f"locks/{name}-{kind}.txt" for name in frameworks for kind in ("cpu", "gpu")}
-    return hashed | ({"locks/torch-cpu-unhashed.txt"} if framework != "tensorflow" else set())
+    unhashed = {"locks/torch-cpu-unhashed.txt"} if framework != "tensorflow" else set()
+    return hashed | unhashed if answers["use_container"] else set()
 
 
-def label(answers: dict[str, Any]) -> str:
+def wanted_files(template: Path, answers: Answers) -> set[str]:
+    chosen = [paths for key, paths in OPTIONAL.items() if answers[key]]
+    return SHELL.union(*chosen) | code_files(template, answers) | locks(answers)
+
+
+def label(answers: Answers) -> str:
     return "-".join(map(str, answers.values()))
 
 
+def test_each_pair_of_answers_is_rendered() -> None:
+    """But those that are refused, whatever the other answers are."""
+    rendered = set().union(*(pairs({key: answers[key] for key in CHOICES}) for answers in COMBINATIONS))
+    values = [[(key, value) for value in choices] for key, choices in CHOICES.items()]
+    every = {pair for first, other in itertools.combinations(values, 2) for pair in itertools.product(first, other)}
+    refused = {((key, False), (part, True)) for part, needed in NEEDED.items() for key in needed}
+    assert rendered == every - refused
+    assert len(COMBINATIONS) < 20 < len(EVERY)
+
+
 @pytest.mark.parametrize("answers", COMBINATIONS, ids=label)
-def test_every_combination(answers: dict[str, Any], template: Path, tmp_path: Path) -> None:
+def test_every_combination(answers: Answers, template: Path, tmp_path: Path) -> None:
     project = render(template, tmp_path, **answers)
-    chosen = {path for key, path in OPTIONAL.items() if answers[key]}
-    wanted = SHELL | chosen | code_files(template, answers["framework"]) | locks(answers["framework"])
+    wanted = wanted_files(template, answers)
     assert files(project) == wanted
     assert LICENSE_WORDS[answers["license"]] in (project / "LICENSE").read_text()
     for name in wanted - {path for path in wanted if path.endswith(".gz")}:
@@ -88,6 +134,31 @@ def test_every_combination(answers: dict[str, Any], template: Path, tmp_path: Pa
     check_style(project)
     check_versions(project, answers)
     check_one_wing(project, answers["framework"])
+    check_names(project, answers)
+    check_links(project)
+
+
+def check_names(project: Path, answers: Answers) -> None:
+    """No file names what was left out."""
+    left_out = re.compile("|".join([*(names for key, names in NAMES.items() if not answers[key]), "(?!)"]))
+    for name in files(project):
+        found = left_out.search((project / name).read_text(errors="replace"))
+        assert not found, f"{found} in {name}"
+
+
+def check_links(project: Path) -> None:
+    """Every relative link of a page leads somewhere."""
+    for page in project.rglob("*.md"):
+        links = re.findall(r"\]\((?![a-z]+:|#)([^)#\s]+)", page.read_text())
+        assert [link for link in links if not (page.parent / link).exists()] == [], page
+
+
+def test_a_link_to_nowhere_is_noticed(tmp_path: Path) -> None:
+    (tmp_path / "there.md").write_text("[one](there.md#place) [two](https://example.org/a) [three](#here)")
+    check_links(tmp_path)
+    (tmp_path / "there.md").write_text("[one](there.md) [two](docs/not.md#place)")
+    with pytest.raises(AssertionError, match=r"docs/not\.md"):
+        check_links(tmp_path)
 
 
 class Strict(yaml.SafeLoader):
@@ -118,7 +189,8 @@ def check_syntax(project: Path) -> None:
             check("bash", "-n", file)
     for file in (project / ".github/workflows").iterdir():
         keep_schema("github-workflows", file)
-    keep_schema("compose-spec", project / "compose.yaml")
+    if (project / "compose.yaml").exists():
+        keep_schema("compose-spec", project / "compose.yaml")
 
 
 @cache
@@ -183,7 +255,7 @@ def check_style(project: Path) -> None:
     check(sys.executable, "-m", "ruff", "format", "--check", "--no-cache", cwd=project)
 
 
-def check_versions(project: Path, answers: dict[str, Any]) -> None:
+def check_versions(project: Path, answers: Answers) -> None:
     settings = load_toml(project / "pyproject.toml")
     python = answers["python_version"]
     assert settings["project"]["requires-python"] == f">={python}"
@@ -203,7 +275,8 @@ def check_versions(project: Path, answers: dict[str, Any]) -> None:
         for kind in ("cpu", "gpu"):
             text = "".join(lock.read_text() for lock in (project / "locks").glob(f"{framework}-{kind}*.txt"))
             assert not text or re.search(rf"^{framework}(-cpu)?(\[and-cuda\])?=={version}\b", text, re.MULTILINE)
-    check_hashes(project)
+    if answers["use_container"]:
+        check_hashes(project)
     assert {"python-version": python} in [step.get("with") for step in workflow["jobs"]["test"]["steps"]]
 
 
@@ -279,7 +352,7 @@ def commit(repository: Path) -> None:
 def test_git_url(published: Path, template: Path, tmp_path: Path) -> None:
     url = f"git+file://{published}"
     check(sys.executable, "-m", "cookiecutter", url, "--no-input", "-o", tmp_path / "out")
-    assert files(tmp_path / "out/my-training") == SHELL | code_files(template) | locks("torch")
+    assert files(tmp_path / "out/my-training") == wanted_files(template, DEFAULTS)
 
 
 def test_cruft(published: Path, template: Path, tmp_path: Path) -> None:
