@@ -101,7 +101,7 @@ def _check_allreduce(engine: str, hosts: Sequence[Host], network: Network | None
     places = ["-H", ",".join(_place(host) for host in hosts)] if network else ["-n", "2"]
     ways = [*(["--network", network.subnet] if network else []), *(["--port", str(port)] if port else [])]
     launch = [sys.executable, "-m", f"{PACKAGE}.launch", "--no-check", *ways, *places]
-    job = [*launch, "--module", "probe", "--", "--allreduce", engine]
+    job = [*launch, "--module", "cluster.probe", "--", "--allreduce", engine]
     names = tuple(host.name for host in hosts)
     way_out = f"start it by hand to see more: {shlex.join(job)}"
     code, output, errors = _run(job)
