@@ -1,6 +1,7 @@
 """Going on: bit for bit at the same number of ranks, along the same curve at another, from good checkpoints only."""
 
 import json
+import logging
 import os
 import pickle
 import random
@@ -33,6 +34,7 @@ from jobs import (
 from << cookiecutter.package_name >>.checkpoints.manifest import read_manifest, seal
 from << cookiecutter.package_name >>.checkpoints.store import Checkpoint, Store
 from << cookiecutter.package_name >>.errors import PREEMPTED, UserError
+from << cookiecutter.package_name >>.tracking import open_log
 from << cookiecutter.package_name >>.train import train
 
 each_engine = pytest.mark.usefixtures("engine")
@@ -160,6 +162,18 @@ def test_a_last_checkpoint_that_fails_fails_the_run(tmp_path: Path, monkeypatch:
         (disk / "filler").write_bytes(bytes(shutil.disk_usage(disk).free - 8000))
         with pytest.raises(UserError, match="could not be saved"):
             train_here(disk / "run")
+
+
+@pytest.mark.root
+def test_a_log_on_a_full_disk_is_left_behind(tmp_path: Path) -> None:
+    """The next run in this process keeps its own."""
+    with mounted(tmp_path / "small", "64k") as disk:
+        open_log(disk, 0)
+        for _ in range(1000):
+            logging.getLogger().info("one more line of a log that has no end")
+        open_log(tmp_path, 0)
+    logging.getLogger().info("here")
+    assert "here" in (tmp_path / "logs/rank-0.log").read_text()
 
 
 @each_engine

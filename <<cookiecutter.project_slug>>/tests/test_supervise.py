@@ -107,6 +107,14 @@ def test_a_cause_counts_more_than_a_consequence(tmp_path: Path, code: int) -> No
     assert (failure.code, failure.host) == (7, "b")
 
 
+def test_a_rank_that_waited_in_vain_is_heard_however_much_it_says(tmp_path: Path) -> None:
+    """All of it at once, as when the launcher has no time to listen."""
+    (tmp_path / "said").write_text("[gloo/pair.cc:1] Timed out waiting 5000ms\n" + "of a traceback\n" * 1000)
+    failure = two_hosts(tmp_path, "cat said >&2; exit 1", "sleep 20").wait(bool)
+    assert failure is not None
+    assert failure.sentence.startswith("rank 1 on host b was silent for longer than the others wait")
+
+
 @each_transport
 def test_an_agent_that_is_killed_is_noticed_and_leaves_nothing(tmp_path: Path, transport: str) -> None:
     """Also not a child of a rank that holds the launcher's pipes and has a session of its own."""

@@ -9,6 +9,7 @@ import shutil
 import sys
 import time
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -32,11 +33,19 @@ def open_log(folder: Path, rank: int) -> None:
     console = logging.StreamHandler()
     console.setLevel(logging.WARNING)
     console.addFilter(lambda record: record.levelno < logging.ERROR)  # the command's end prints errors itself
-    logging.basicConfig(
-        level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", handlers=[file, console], force=True
-    )
+    _close_log()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", handlers=[file, console])
     logging.captureWarnings(True)
     logging.raiseExceptions = False  # a full disk is reported once, by whoever needs the space
+
+
+def _close_log() -> None:
+    """An earlier run's, in the same process; its disk may be full."""
+    root = logging.getLogger()
+    for handler in [*root.handlers]:
+        root.removeHandler(handler)
+        with suppress(OSError):
+            handler.close()
 
 
 class Tracker:

@@ -176,10 +176,11 @@ class _Link:
             text, reports, pending = _split(pending + chunk)
             self.ended.update(dict.fromkeys(reports, time.monotonic()))
             self.codes.update(reports)
-            recent = (recent + text)[-4000:]
+            recent += text
             if self.first is None:
                 self.first = _first_of_mpi(recent)
             self.gave_up = self.gave_up or _IN_VAIN.search(recent) is not None
+            recent = recent[-4000:]  # what was looked for may have come in part
             self._errors.add(text)
 
 
