@@ -29,7 +29,7 @@ from << cookiecutter.package_name >>.checkpoints.ownership import (
 from << cookiecutter.package_name >>.checkpoints.store import Store
 from << cookiecutter.package_name >>.compress.command import _composed
 from << cookiecutter.package_name >>.errors import UserError
-from << cookiecutter.package_name >>.evaluate import read_config
+from << cookiecutter.package_name >>.evaluate import run_config
 from << cookiecutter.package_name >>.export.command import export
 from << cookiecutter.package_name >>.options import check_options
 from << cookiecutter.package_name >>.progress import State, read_state
@@ -320,8 +320,8 @@ def test_a_measurement_leaves_the_trainings_timeline_alone(tmp_path: Path) -> No
     config = compose_config(*SMALL, f"horovod.timeline={tmp_path / 'timeline'}")
     (tmp_path / ".hydra").mkdir()
     OmegaConf.save(config, tmp_path / ".hydra" / "config.yaml", resolve=True)
-    assert read_config(tmp_path, []).horovod.timeline is None
-    assert read_config(tmp_path, ["horovod.timeline=other"]).horovod.timeline == "other"
+    assert run_config(tmp_path, []).horovod.timeline is None
+    assert run_config(tmp_path, ["horovod.timeline=other"]).horovod.timeline == "other"
 
 
 def test_fewer_epochs_than_are_done_are_the_end_though_nothing_was_measured() -> None:

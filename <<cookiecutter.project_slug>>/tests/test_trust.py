@@ -22,13 +22,13 @@ from compress_helpers import alone, compress_config
 from jobs import CONF, ENGINES, PACKAGE, ROOT, compose_config
 from omegaconf import OmegaConf
 
-from << cookiecutter.package_name >>.checkpoints.config_diff import read_config as read_flat
+from << cookiecutter.package_name >>.checkpoints.config_diff import read_flat
 from << cookiecutter.package_name >>.checkpoints.manifest import seal
 from << cookiecutter.package_name >>.checkpoints.store import Store
 from << cookiecutter.package_name >>.compress.command import compress_once, training_config
 from << cookiecutter.package_name >>.compress.report import measure, measure_apart
 from << cookiecutter.package_name >>.errors import UserError
-from << cookiecutter.package_name >>.evaluate import read_config
+from << cookiecutter.package_name >>.evaluate import run_config
 from << cookiecutter.package_name >>.export.artefacts import load_predictor
 from << cookiecutter.package_name >>.export.command import FORMATS, export
 from << cookiecutter.package_name >>.train import train
@@ -189,7 +189,7 @@ def read_all(run: Path, model: Path, folder: Path, node: Node) -> list[str]:
 def read_run(run: Path, refused: Callable[[Callable[[], object]], None]) -> None:
     """As evaluate, compress, report and export do."""
     kind = import_module(EXPORT).FORMATS[0]
-    refused(lambda: read_config(run, []))
+    refused(lambda: run_config(run, []))
     refused(lambda: training_config(OmegaConf.create({**SMALLER, "from": str(run)})))
     refused(lambda: measure(run))
     refused(lambda: export(run, "best", run / f"made{FORMATS[kind]}", kind))
@@ -211,7 +211,7 @@ def test_the_other_parts_of_a_run_are_data_as_well(run: Path, tmp_path: Path, op
     """An export has no use for the last ones."""
     bad = hostile_run(run, tmp_path / "run", option, system("canary"))
     reads: list[Callable[[], object]] = [
-        lambda: read_config(bad, []),
+        lambda: run_config(bad, []),
         lambda: training_config(OmegaConf.create({**SMALLER, "from": str(bad)})),
     ]
     if option.startswith("data"):
@@ -249,10 +249,10 @@ def test_trust_is_of_one_callable_by_its_whole_name(model: Path, tmp_path: Path)
 def test_what_the_command_line_says_is_trusted(run: Path, tmp_path: Path) -> None:
     other = hostile_run(run, tmp_path / "run", "data.source._target_", "my.Data")
     with pytest.raises(UserError, match=r"names my\.Data"):
-        read_config(other, ["data.workers=1"])
-    assert read_config(other, ["data.source._target_=your.Data"]).data.source._target_ == "your.Data"
-    assert read_config(other, ["data.source={_target_: your.Data}"]).data.source._target_ == "your.Data"
-    assert read_config(other, ["data.workers=${epochs}"], ["my.Data"]).data.workers == 1
+        run_config(other, ["data.workers=1"])
+    assert run_config(other, ["data.source._target_=your.Data"]).data.source._target_ == "your.Data"
+    assert run_config(other, ["data.source={_target_: your.Data}"]).data.source._target_ == "your.Data"
+    assert run_config(other, ["data.workers=${epochs}"], ["my.Data"]).data.workers == 1
 
 
 def test_the_list_has_what_conf_names() -> None:
@@ -300,7 +300,7 @@ def test_a_file_that_is_no_config(run: Path, model: Path, tmp_path: Path, kind: 
         else:
             file.write_text(TEXTS[kind].replace("{canary}", str(canary)))
     for read in (
-        lambda: read_config(tmp_path / "run", []),
+        lambda: run_config(tmp_path / "run", []),
         lambda: read_flat(tmp_path / "run" / ".hydra" / "config.yaml"),
         lambda: measure(tmp_path / "run"),
         lambda: load_predictor(tmp_path / "model"),
@@ -319,7 +319,7 @@ def test_an_engine_is_one_of_ours(model: Path, run: Path, tmp_path: Path, name: 
     with pytest.raises(UserError, match=r"engine=.* must be one of torch, tensorflow"):
         load_predictor(resealed(bad))
     with pytest.raises(UserError, match=r"engine=.* must be one of torch, tensorflow"):
-        read_config(hostile_run(run, tmp_path / "run", "engine", name), [])
+        run_config(hostile_run(run, tmp_path / "run", "engine", name), [])
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from .trust import add_trust
 from .weights import FILE
 
 
-def read_config(run: Path, changes: list[str], trusted: Sequence[str] = ()) -> DictConfig:
+def run_config(run: Path, changes: list[str], trusted: Sequence[str] = ()) -> DictConfig:
     """The config that a run was started with, with some options changed; `trusted` as for trust.check().
 
     Its timeline is left out: it tells of the training, and what reads this config would write over it.
@@ -38,7 +38,7 @@ def read_config(run: Path, changes: list[str], trusted: Sequence[str] = ()) -> D
 
 def evaluate_run(run: Path, which: str, changes: list[str], trusted: Sequence[str] = ()) -> dict[str, float | str]:
     """Loss and accuracy of one checkpoint, measured by all ranks together; `trusted` as for trust.check()."""
-    config = read_config(run, changes, trusted)
+    config = run_config(run, changes, trusted)
     communicator = open_communicator(config.engine, config.horovod)
     engine = open_engine(config, communicator)
     splits = communicator.together(lambda: open_data(config), "data")

@@ -9,7 +9,7 @@ from pathlib import Path
 from omegaconf import DictConfig, OmegaConf
 
 from .addresses import is_url
-from .checkpoints.config_diff import changes, flat, read_config
+from .checkpoints.config_diff import changes, flat, read_flat
 from .checkpoints.mirror import fetch
 from .checkpoints.store import Checkpoint, Store
 from .engine import Engine
@@ -81,7 +81,7 @@ def plan_from(folder: Path, fresh: State, config: DictConfig) -> State:
 
 def _sets_batch(folder: Path, config: DictConfig) -> bool:
     """Whether the options ask for a global batch, or for another one than those of the checkpoint did."""
-    before = read_config(folder / "config.yaml")
+    before = read_flat(folder / "config.yaml")
     parts = ("data.batch_size", "horovod.accumulation")
     return bool(config.data.global_batch) or any(before.get(key) != OmegaConf.select(config, key) for key in parts)
 
@@ -93,7 +93,7 @@ def check_config(folder: Path, config: DictConfig, finished: bool) -> None:
         UserError: if one of them may not change within a run, or nothing is left to train.
     """
     now = dict(flat(OmegaConf.to_container(config)))
-    for key, (before, after) in changes(read_config(folder / "config.yaml"), now).items():
+    for key, (before, after) in changes(read_flat(folder / "config.yaml"), now).items():
         if key == "data.global_batch" and after is None:  # it stays, see plan_from()
             continue
         change = f"{key} was {before} and is {after} now"

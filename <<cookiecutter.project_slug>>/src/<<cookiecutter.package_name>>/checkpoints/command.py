@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import Parser
-from .config_diff import changes, flat, read_config
+from .config_diff import changes, flat, read_flat
 from .manifest import read_manifest
 from .store import Checkpoint, Store, best_by, metric_of, store_folder
 
@@ -81,7 +81,7 @@ def diff(options: argparse.Namespace) -> int:
     store = _store(options)
     old, new = store.find_good(options.old), store.find_good(options.new)
     found = {
-        "config": changes(*(read_config(item.folder / "config.yaml") for item in (old, new))),
+        "config": changes(*(read_flat(item.folder / "config.yaml") for item in (old, new))),
         "metrics": changes(old.meta.get("metrics") or {}, new.meta.get("metrics") or {}),
         "weights": _weight_changes(old, new),
     }

@@ -9,7 +9,7 @@ from typing import Any
 from .. import trust
 
 
-def read_config(file: Path) -> dict[str, Any]:
+def read_flat(file: Path) -> dict[str, Any]:
     """The options of a config.yaml under dotted keys; empty if there is no such file.
 
     Raises:

@@ -40,7 +40,7 @@ from ..checkpoints.store import META, Checkpoint, Store
 from ..data import normalized
 from ..engine import Engine, Hooks, open_engine
 from ..errors import UserError, end_well
-from ..evaluate import load_all, read_config
+from ..evaluate import load_all, run_config
 from ..export.artefacts import PROGRAMS, Floats
 from ..export.command import FORMATS, writer
 from ..export.model_folder import export_model
@@ -189,7 +189,7 @@ def training_config(config: DictConfig) -> DictConfig:
     """The source's config with the options of compress.finetune over it."""
     wanted = flat(OmegaConf.to_container(config.compress.finetune)) if config.compress.finetune else ()
     changes = [f"{key}={json.dumps(value)}" for key, value in wanted if value is not None]
-    training = read_config(Path(config["from"]), changes, config.trust)
+    training = run_config(Path(config["from"]), changes, config.trust)
     with open_dict(training):
         training.name, training.resume, training.weights_from = config.name, config.resume, None
         training.pop("compress", None)
@@ -465,7 +465,7 @@ def compress_series(steps: list[tuple[str, list[str]]], config: DictConfig, fold
     """
     chain, missed = config.compress.method == "chain", []
     singles = [*_composed(steps, config, folder, chain)]
-    training = read_config(Path(config["from"]), [], config.trust)
+    training = run_config(Path(config["from"]), [], config.trust)
     trusted = sorted({*config.trust, *(name for _, single in singles for name in _trusted(single, training))})
     own = PROGRAMS if all(_has_no_files(folder / name) for name, _ in singles) else ()
     for name, single in singles:

@@ -94,7 +94,7 @@ def seconds(text: str) -> float:
     return value
 
 
-def check_options(options: argparse.Namespace) -> None:
+def check_flags(options: argparse.Namespace) -> None:
     """Refuse what would silently have no effect, or another one than is meant.
 
     Raises:
@@ -411,7 +411,7 @@ def launch(options: argparse.Namespace) -> Failure | None:
     Raises:
         UserError: if it cannot be started like this.
     """
-    check_options(options)
+    check_flags(options)
     hosts = discovered_hosts(options) if options.elastic else listed_hosts(options)
     check_distinct(hosts)
     ranks = ranks_wanted(options.n)
