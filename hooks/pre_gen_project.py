@@ -40,9 +40,9 @@ nvidia-cusparselt-cu13 nvidia-nccl-cu12 nvidia-nccl-cu13 nvidia-nvjitlink nvidia
 nvidia-nvshmem-cu13 nvidia-nvtx nvidia-nvtx-cu12 omegaconf onnx onnx-ir onnxruntime onnxscript
 openapi-schema-validator openapi-spec-validator opt-einsum optree packaging pathable pathspec pillow pip platformdirs
 pluggy propcache protobuf psutil py-partiql-parser pycparser pydantic pydantic-core pydantic-settings pygments
-pyparsing pytest pytest-xdist python-dateutil python-discovery python-dotenv pyyaml referencing regex requests
-responses rfc3339-validator rich rpds-py ruff s3fs s3transfer safetensors setuptools six submitit sympy tensorboard
-tensorboard-data-server tensorflow tensorflow-cpu tensorflow-gpu termcolor torch torch-pruning tqdm triton
+pyparsing pytest pytest-timeout pytest-xdist python-dateutil python-discovery python-dotenv pyyaml referencing regex
+requests responses rfc3339-validator rich rpds-py ruff s3fs s3transfer safetensors setuptools six submitit sympy
+tensorboard tensorboard-data-server tensorflow tensorflow-cpu tensorflow-gpu termcolor torch torch-pruning tqdm triton
 typing-extensions typing-inspection tzdata urllib3 uv virtualenv werkzeug wheel wrapt xmltodict yarl
 """
 # What is imported from these under other names, from the folders beside the package, and from some Pythons alone.
@@ -54,7 +54,7 @@ locks mailcap markdown_it masks misbehaves mpi4py mpl_toolkits msilib multirun m
 noxfile nvidia ossaudiodev own pasta pil pipes pkg_resources poisoned predict profiling py pydevd_plugins pylab
 quantize_helpers rpds runs scipy scripts sklearn smtpd sndhdr spwd src sre_compile sre_constants sre_parse stalls
 store_helpers stranger sunau talk telnetlib tensorflow_calibration tensorflow_fit tensorflow_reducer tests tomllib
-torch_calibration torch_halves torch_reducer torch_usual_recipe torchgen uu xdist xdrlib xxlimited yaml
+torch_calibration torch_halves torch_reducer torch_usual_recipe torchgen uu waiting xdist xdrlib xxlimited yaml
 """
 DISTRIBUTIONS, MODULES = INSTALLED.split(), IMPORTED.split()
 

@@ -44,6 +44,7 @@ def test_all_lint_and_types(full_project: Path) -> None:
     nox(full_project, "lint")
 
 
+@pytest.mark.timeout(5400)
 def test_all_own_tests(full_project: Path) -> None:
     assert re.search(r"\d+ passed", nox(full_project, "tests", "-m", "not slow", "-n", "2"))
     assert re.search(

@@ -6,12 +6,12 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 import zipfile
 from pathlib import Path
 
 import pytest
 from conftest import ROOT, nox
+from waiting import wait_until
 
 RECIPE = ROOT / "<<cookiecutter.project_slug>>/scripts/build_horovod.py"
 
@@ -140,8 +140,7 @@ def test_killed_build_leaves_nothing(python: Path, cache: Path, tmp_path: Path) 
     script = make_recipe(tmp_path / "project")
     environment = os.environ | {"HOROVOD_WHEEL_CACHE": str(cache)}
     with subprocess.Popen([python, script], env=environment, stderr=subprocess.DEVNULL) as build:
-        while not list(cache.glob("*/work/horovod-*")) and build.poll() is None:
-            time.sleep(0.1)
+        wait_until(lambda: list(cache.glob("*/work/horovod-*")) or build.poll() is not None, "the sources", 300)
         build.terminate()
         assert build.wait(20) == 143
     assert not leftovers(cache)

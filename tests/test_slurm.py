@@ -6,14 +6,13 @@ import re
 import shutil
 import socket
 import subprocess
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import pytest
 from conftest import HARD_ANSWERS, check, nox, render
+from waiting import wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.root, pytest.mark.needs("munged", "sbatch", "slurmctld", "slurmd")]
 
@@ -41,13 +40,6 @@ NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={first} CPUs=2 State=UNK
 NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={second} CPUs=2 State=UNKNOWN
 PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
-
-
-def wait_for(condition: Callable[[], Any], what: str, seconds: float = 90) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"it did not come: {what}"
-        time.sleep(0.2)
 
 
 def free_ports(count: int) -> list[int]:
@@ -84,8 +76,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]
             cleaning.callback(daemon.wait)
             cleaning.callback(daemon.terminate)
             if words[0] == "munged":
-                wait_for((folder / "munge.socket").exists, "munge", 20)
-        wait_for(lambda: slurm(environment, "sinfo", "-h", "-o", "%T %D") == "idle 2", "two idle nodes", 60)
+                wait_until((folder / "munge.socket").exists, "munge", 20)
+        wait_until(lambda: slurm(environment, "sinfo", "-h", "-o", "%T %D") == "idle 2", "two idle nodes", 60)
         yield environment
 
 
@@ -127,7 +119,7 @@ def state(cluster: dict[str, str], job: str) -> str:
 def finish(cluster: dict[str, str], folder: Path, job: str) -> str:
     """Waits for a job to end well; gives its log."""
     ends = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
-    wait_for(lambda: state(cluster, job) in ends, f"the end of job {job}", 150)
+    wait_until(lambda: state(cluster, job) in ends, f"the end of job {job}", 150)
     log = (folder / f"slurm-{job}.log").read_text()
     assert state(cluster, job) == "COMPLETED", log
     return log
@@ -156,7 +148,7 @@ def test_it_saves_before_the_time_limit_goes_back_and_on(cluster: dict[str, str]
     step = f"srun --mpi=pmix --kill-on-bad-exit=0 --wait=30 python -m {package}.train name=whole {' '.join(options)}"
     assert f"start 0 of job {whole} on n[1-2]: {step}\n" in finish(cluster, submit_folder, whole)
     parts = submit(cluster, submit_folder, "launch/slurm.sbatch", "name=parts", "resume=never", *options)
-    wait_for(lambda: len(lines(submit_folder, "parts")) > 3, "training")
+    wait_until(lambda: len(lines(submit_folder, "parts")) > 3, "training", 90)
     check("env", f"SLURM_CONF={cluster['SLURM_CONF']}", "scancel", "--signal=USR1", "--batch", parts)
     log = finish(cluster, submit_folder, parts)
     assert "stopped by a signal after step" in log
@@ -173,8 +165,8 @@ def test_an_array_is_a_sweep(cluster: dict[str, str], submit_folder: Path) -> No
     words = ["--nodes=1", "--array=1-3", "launch/slurm.sbatch", "epochs=1", "tracking.tensorboard=false"]
     submit(cluster, submit_folder, *words)
     runs = [f"rate-{rate}" for rate in rates]
-    wait_for(lambda: all(curve(submit_folder, run) for run in runs), "both runs")
-    wait_for(lambda: slurm(cluster, "squeue", "-h") == "", "an empty queue")
+    wait_until(lambda: all(curve(submit_folder, run) for run in runs), "both runs", 90)
+    wait_until(lambda: slurm(cluster, "squeue", "-h") == "", "an empty queue", 90)
     assert curve(submit_folder, runs[0]) != curve(submit_folder, runs[1])
     logs = [file.read_text() for file in submit_folder.glob("slurm-*.log")]
     assert [log for log in logs if log.startswith("error: line 3 of launch/sweep.txt is empty or missing")]
@@ -201,7 +193,7 @@ def test_hydra_submits_a_sweep(cluster: dict[str, str], submit_folder: Path) -> 
 
 def test_a_cancelled_job_stays_cancelled(cluster: dict[str, str], submit_folder: Path) -> None:
     job = submit(cluster, submit_folder, "launch/slurm.sbatch", "name=cancelled", "epochs=100000")
-    wait_for(lambda: len(lines(submit_folder, "cancelled")) > 3, "training")
+    wait_until(lambda: len(lines(submit_folder, "cancelled")) > 3, "training", 90)
     slurm(cluster, "scancel", job)
-    wait_for(lambda: slurm(cluster, "squeue", "-h") == "", "an empty queue")
+    wait_until(lambda: slurm(cluster, "squeue", "-h") == "", "an empty queue", 90)
     assert state(cluster, job) == "CANCELLED"

@@ -5,7 +5,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +13,7 @@ from hydra import compose, initialize_config_module
 from hydra.core.hydra_config import HydraConfig
 from needs import need_root
 from omegaconf import DictConfig, open_dict
+from waiting import wait_until
 
 PACKAGE = "<< cookiecutter.package_name >>"
 ROOT = Path(__file__).resolve().parent.parent
@@ -89,22 +89,18 @@ def launched(ranks: int, *command: str, options: tuple[str, ...] = ("--transport
 
 def wait_for_training(run: Path, lines: int = 3) -> None:
     """Return when the run's metrics.jsonl has more than so many lines."""
-    for _ in range(600):
-        if (run / "metrics.jsonl").exists() and len(read_lines(run)) > lines:
-            return
-        time.sleep(0.1)
-    raise AssertionError(f"no training in {run} after 60 s")
+    file = run / "metrics.jsonl"
+    wait_until(lambda: file.exists() and len(read_lines(run)) > lines, f"training in {run}")
 
 
 def wait_for_process(run: Path, rank: int, start: int = 1) -> int:
     """The process of a rank in the so many-th start of a run, once it has said so in its log."""
     log = run / "logs" / f"rank-{rank}.log"
-    for _ in range(600):
-        found = re.findall(r"process (\d+)", log.read_text()) if log.exists() else []
-        if len(found) >= start:
-            return int(found[start - 1])
-        time.sleep(0.1)
-    raise AssertionError(f"no process in {log} after 60 s")
+
+    def said() -> list[str]:
+        return re.findall(r"process (\d+)", log.read_text())[start - 1 :] if log.exists() else []
+
+    return int(wait_until(said, f"a process in {log}")[0])
 
 
 def is_alive(process: int) -> bool:

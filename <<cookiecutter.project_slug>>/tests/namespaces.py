@@ -162,7 +162,8 @@ class Hosts:
 
     def stop_sshd(self, host: str) -> None:
         """Stop a host's sshd; sessions go on."""
-        self.check(host, "bash", "-c", "kill $(cat /run/sshd.pid); while [ -e /run/sshd.pid ]; do sleep 0.05; done")
+        gone = "for _ in {1..200}; do [ -e /run/sshd.pid ] || exit 0; sleep 0.05; done; exit 1"
+        self.check(host, "bash", "-c", f"kill $(cat /run/sshd.pid); {gone}")
 
     def close(self) -> None:
         """End all hosts with every process on them."""

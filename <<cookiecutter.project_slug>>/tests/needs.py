@@ -18,7 +18,6 @@ PACKAGES = {  # Debian's and Ubuntu's, of programs that are called otherwise
     "munged": "munge",
     "nsenter": "util-linux",
     "pgrep": "procps",
-    "pkill": "procps",
     "ps": "procps",
     "sbatch": "slurm-client",
     "ssh": "openssh-client",

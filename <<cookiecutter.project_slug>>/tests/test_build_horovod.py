@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from jobs import is_alive
+from waiting import wait_until
 
 SCRIPT = Path(__file__).resolve().parents[1] / "scripts/build_horovod.py"
 
@@ -208,13 +209,22 @@ def test_failure_names_the_first_error(tmp_path: Path) -> None:
     assert str(caught.value) == sentence
 
 
-def test_time_out_ends_the_children_too(tmp_path: Path) -> None:
-    program = "import os, sys, time; os.fork(); time.sleep(1.5); open('late', 'w')"
+def test_time_out_ends_the_children_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time is up as soon as both processes are there."""
+    until_its_end = subprocess.Popen.wait
+
+    def wait(process: subprocess.Popen[bytes], timeout: float | None = None) -> int:
+        if timeout is None:
+            return until_its_end(process)
+        wait_until(lambda: len(list(tmp_path.glob("process-*"))) == 2, "two processes")
+        raise subprocess.TimeoutExpired(process.args, timeout)
+
+    monkeypatch.setattr(subprocess.Popen, "wait", wait)
+    program = "import os, time; os.fork(); open(f'process-{os.getpid()}', 'w'); time.sleep(60)"
     with (tmp_path / "log").open("w") as log:
         code = recipe.run_group([sys.executable, "-c", program], tmp_path, {}, log.fileno(), 1)
-    time.sleep(1)
     assert code is None
-    assert not (tmp_path / "late").exists()
+    assert not any(is_alive(int(file.name.removeprefix("process-"))) for file in tmp_path.glob("process-*"))
 
 
 CHILD = "import os, time; os.setpgid(0, 0); print(os.getpid(), flush=True); time.sleep(60)"

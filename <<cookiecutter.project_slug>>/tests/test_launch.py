@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from jobs import PACKAGE, ROOT, environment
 from needs import HOROVOD_MPI
+from waiting import wait_until
 
 from << cookiecutter.package_name >>.cluster import elastic
 from << cookiecutter.package_name >>.cluster.elastic import Limits, Pool
@@ -226,8 +227,7 @@ def test_a_pool_prefers_the_hosts_in_use_and_leaves_failed_ones_alone() -> None:
     limits = Limits(minimum=2, maximum=3, wait_s=1, restarts=3)
     listed = [Host("a", 1), Host("b", 2), Host("c", 2)]
     pool = Pool(lambda: listed, lambda host, known: "it does not answer" if host.name == "a" else "", limits)
-    while len(pool.choice()) < 2:
-        pass
+    wait_until(lambda: len(pool.choice()) == 2, "two hosts")
     assert pool.choice() == [Host("b", 2), Host("c", 1)]
     pool.used = [Host("c", 2), Host("b", 1)]
     assert not pool.has_changed()
@@ -236,8 +236,7 @@ def test_a_pool_prefers_the_hosts_in_use_and_leaves_failed_ones_alone() -> None:
     pool.put_aside("c")
     assert pool.choice() == []
     listed.remove(Host("c", 2))
-    while not pool.has_changed():
-        pass
+    wait_until(pool.has_changed, "another list of hosts")
 
 
 def test_a_host_that_is_slow_and_a_discovery_that_fails_keep_no_other_host_waiting() -> None:
@@ -249,8 +248,7 @@ def test_a_host_that_is_slow_and_a_discovery_that_fails_keep_no_other_host_waiti
         return listed.pop(0)
 
     pool = Pool(discover, lambda host, known: str(never.wait() if host.name == "slow" else ""), Limits(1, None, 1, 3))
-    while pool.choice() != [Host("b", 1), Host("c", 1)]:
-        pass
+    wait_until(lambda: pool.choice() == [Host("b", 1), Host("c", 1)], "both hosts")
 
 
 def test_what_is_wrong_with_a_discovery_is_said_once(

@@ -7,7 +7,6 @@ import logging
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from threading import Event
@@ -20,6 +19,7 @@ from jobs import environment
 from moto.server import ThreadedMotoServer
 from omegaconf import OmegaConf
 from store_helpers import content, edit_manifest, flip_byte, names, publish
+from waiting import wait_until
 
 from << cookiecutter.package_name >>.addresses import check_address, is_url
 from << cookiecutter.package_name >>.checkpoints import mirror as module
@@ -121,8 +121,7 @@ def test_there_and_back(store: Store, url: str, tmp_path: Path) -> None:
         checkpoint = publish(store, step, accuracy)
         store.tag("production", checkpoint)
         mirror.upload(checkpoint)
-        while store.pinned:
-            time.sleep(0.01)
+        wait_until(lambda: not store.pinned, "the end of an upload")
     mirror.close()
     assert Remote(url).names() == ["step-00000010", "step-00000020"]
 
@@ -214,8 +213,7 @@ def test_it_tries_again_and_never_stops_the_training(
     monkeypatch.setattr(Unreliable, "before_upload", staticmethod(fail_thrice))
     mirror = Mirror(unreliable, store, attempts=2, pause=0.01)
     mirror.upload(publish(store, 10))
-    while "attempt 2 of 2" not in caplog.text:
-        time.sleep(0.01)
+    wait_until(lambda: "attempt 2 of 2" in caplog.text, "a second attempt")
     mirror.upload(publish(store, 20))
     mirror.close()
     assert "no route, attempt 1 of 2" in caplog.text
@@ -238,8 +236,8 @@ def test_one_that_cannot_be_opened_is_a_warning_and_tried_again(
     mirror = Mirror(url, store, attempts=2, pause=0.01)
     for step in (10, 20):
         mirror.upload(publish(store, step))
-        while caplog.text.count("nobody answers, attempt 2 of 2") < step // 10:
-            time.sleep(0.01)
+        wait_until(lambda: "nobody answers, attempt 2 of 2" in caplog.text, "a last attempt")
+        caplog.clear()
     down.clear()
     mirror.close()
     assert Remote(url).names() == ["step-00000020"]
@@ -255,8 +253,7 @@ def test_one_that_never_answers_holds_nothing_up(
     url = f"connecting://mirror-{next(_number)}/run"
     mirror = Mirror(url, store, attempts=2, pause=0.01)
     mirror.upload(publish(store, 10))
-    while "no answer within 0 s, attempt 2 of 2" not in caplog.text:
-        time.sleep(0.01)
+    wait_until(lambda: "no answer within 0 s, attempt 2 of 2" in caplog.text, "a second attempt")
     with pytest.raises(UserError, match="could not be read: no answer within"):
         fetch(url, store.folder.parent / "other")
     answer.set()

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from jobs import RANKS, ROOT, environment, launched
 from namespaces import NEEDS_ROOT, Hosts
+from waiting import wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.alone]
 
@@ -33,12 +34,11 @@ def started(folder: Path, what: str, ranks: int = 3, **settings: str) -> Iterato
 
 
 def wait_for(job: subprocess.Popen[str], folder: Path, pattern: str, count: int) -> None:
-    for _ in range(900):
-        if len(list(folder.glob(pattern))) == count:
-            return
+    def are_there() -> bool:
         assert job.poll() is None, job.communicate()[0]
-        time.sleep(0.1)
-    raise AssertionError(f"no {count} {pattern} in {folder} after 90 s")
+        return len(list(folder.glob(pattern))) == count
+
+    wait_until(are_there, f"{count} {pattern} in {folder}", 90)
 
 
 def end_of(job: subprocess.Popen[str], seconds: float = END_S) -> str:
@@ -98,8 +98,8 @@ def test_a_stranger_on_this_machine_changes_nothing(tmp_path: Path) -> None:
     """As another user, at every port of the job, while its ranks wait for the last one and while they work."""
     with started(tmp_path, "late") as job:
         wait_for(job, tmp_path, "process-*", 3)
-        while len(places := listening(members(job, tmp_path))) < 3:  # the launcher's, and for the last rank
-            time.sleep(0.1)
+        wait_until(lambda: len(listening(members(job, tmp_path))) >= 3, "the launcher's port, and those for the last")
+        places = listening(members(job, tmp_path))
         assert {address for address, _ in places} == {"0100007F"}
         command = [sys.executable, str(STRANGER), "127.0.0.1", *(str(port) for _, port in places)]
         with attacked(command) as answers:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from jobs import RANKS, ROOT, environment, is_alive, launched, start_job, wait_for_training
 from test_launch import TRANSPORTS
+from waiting import wait_until
 
 from << cookiecutter.package_name >>.errors import BURST_S, PREEMPTED
 from << cookiecutter.package_name >>.launch import agent
@@ -30,11 +31,8 @@ def start(what: str, folder: Path, transport: str, *options: str) -> subprocess.
 
 
 def wait_for(folder: Path, pattern: str, count: int) -> list[Path]:
-    for _ in range(300):
-        if len(list(folder.glob(pattern))) == count:
-            return sorted(folder.glob(pattern))
-        time.sleep(0.1)
-    raise AssertionError(f"no {count} {pattern} in {folder} after 30 s")
+    wait_until(lambda: len(list(folder.glob(pattern))) == count, f"{count} {pattern} in {folder}")
+    return sorted(folder.glob(pattern))
 
 
 def check_down(folder: Path) -> None:
@@ -94,7 +92,8 @@ def two_hosts(folder: Path, first: str, second: str) -> Job:
 @pytest.mark.parametrize("code", [1, 9, 134])
 def test_the_first_end_counts_not_the_first_host(tmp_path: Path, code: int) -> None:
     """Whatever the other rank makes of it."""
-    failure = two_hosts(tmp_path, f"until [ -e b ]; do :; done; sleep .2; exit {code}", "touch b; exit 7").wait(bool)
+    os.mkfifo(tmp_path / "pipe")
+    failure = two_hosts(tmp_path, f"read _ < pipe; sleep .2; exit {code}", "echo > pipe; exit 7").wait(bool)
     assert failure is not None
     assert (failure.sentence, failure.host) == ("rank 1 on host b ended with code 7", "b")
 
@@ -183,10 +182,7 @@ def test_a_launcher_that_is_killed_leaves_nothing_behind(tmp_path: Path, transpo
         ranks = [int(file.read_text()) for file in wait_for(tmp_path, "process-*", 2)]
         wait_for(tmp_path, "ready-*", 2)
         job.kill()
-        down_at = time.monotonic() + DOWN_S
-        while any(map(is_alive, ranks)):
-            assert time.monotonic() < down_at
-            time.sleep(0.1)
+        wait_until(lambda: not any(map(is_alive, ranks)), "the end of all ranks", DOWN_S)
 
 
 @pytest.mark.needs("ps")

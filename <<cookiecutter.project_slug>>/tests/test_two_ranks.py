@@ -7,7 +7,6 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -29,6 +28,7 @@ from jobs import (
     wait_for_process,
     wait_for_training,
 )
+from waiting import wait_until
 
 from << cookiecutter.package_name >>.errors import PREEMPTED
 
@@ -146,12 +146,9 @@ def test_a_killed_rank_takes_all_down(tmp_path: Path, victim: int) -> None:
         wait_for_training(folder)
         ranks = [wait_for_process(folder, rank) for rank in range(2)]
         os.kill(ranks[victim], signal.SIGKILL)
-        down_at = time.monotonic() + DOWN_S
         job.communicate(timeout=DOWN_S)
     assert job.returncode != 0
-    while any(is_alive(process) for process in ranks):
-        assert time.monotonic() < down_at
-        time.sleep(0.1)
+    wait_until(lambda: not any(map(is_alive, ranks)), "the end of all ranks", DOWN_S)
 
 
 @each_engine
@@ -182,10 +179,9 @@ def test_an_exception_on_one_rank_ends_all_and_is_shown(
 
 def test_a_rank_that_does_not_come_ends_the_job() -> None:
     """Over Gloo; Horovod's own build never notices, see scripts/build_horovod.py."""
-    start = time.monotonic()
     result = run_ranks(2, str(RANKS / "stalls.py"))
     assert result.returncode != 0
-    assert time.monotonic() - start < 60  # rank 1 sleeps twice as long
+    assert "rank 1 had time to come" not in result.stdout
     assert all(f"rank {rank} is through" in result.stdout for rank in range(2))  # what rank 0 did before was no stall
     assert "stall" in (result.stdout + result.stderr).lower()
 

@@ -10,23 +10,19 @@ import time
 from pathlib import Path
 
 from jobs import current_engine
+from waiting import wait_until
 
 from << cookiecutter.package_name >>.ranks import launched_rank, open_communicator
-
-
-def wait_for(file: Path) -> None:
-    while not file.exists():
-        time.sleep(0.05)
 
 
 def main(folder: Path, what: str) -> None:
     rank, last = launched_rank(), launched_rank() == int(os.environ["HOROVOD_SIZE"]) - 1
     (folder / f"process-{rank}").write_text(str(os.getpid()))
     if last and what == "leaves":
-        wait_for(folder / "join")
+        wait_until((folder / "join").exists, "the word to join", 300)
         return
     if last and what == "late":
-        wait_for(folder / "join")
+        wait_until((folder / "join").exists, "the word to join", 300)
     ranks = open_communicator(current_engine())
     total, rounds, done = 0.0, 0, False
     while not done:

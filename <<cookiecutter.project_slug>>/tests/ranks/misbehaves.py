@@ -7,14 +7,15 @@ import sys
 import time
 from pathlib import Path
 
+from waiting import wait_until
+
 from << cookiecutter.package_name >>.ranks import launched_rank
 
 
 def main(what: str, folder: Path) -> None:
     rank = launched_rank()
     (folder / f"process-{rank}").write_text(str(os.getpid()))
-    while len(list(folder.glob("process-*"))) < 2:
-        time.sleep(0.05)
+    wait_until(lambda: len(list(folder.glob("process-*"))) == 2, "the other rank")
     if what == "deaf":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)

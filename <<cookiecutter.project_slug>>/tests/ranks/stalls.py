@@ -14,4 +14,5 @@ if __name__ == "__main__":
     print(f"rank {ranks.rank} is through", flush=True)
     if ranks.rank == 1:
         time.sleep(120)
+        print("rank 1 had time to come", flush=True)
     ranks.gather(ranks.rank, "one")
