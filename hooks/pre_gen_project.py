@@ -49,12 +49,17 @@ typing-extensions typing-inspection tzdata urllib3 uv virtualenv werkzeug wheel 
 IMPORTED = """
 absl aifc annotationlib antlr4 asynchat asyncore attr audioop backports binhex build_horovod cfnlint cgi cgitb chunk
 clang compress_helpers compression conftest crypt cuda dateutil demo distutils docs dotenv engine_helpers faulty
-functorch google graphql grpc hydra hydra_plugins imghdr imp isympy jobs joins jsonpatch_cli launch lib2to3 licenses
-locks mailcap markdown_it masks misbehaves mpi4py mpl_toolkits msilib multirun mypyc namespaces needs nis nntplib
+functorch google graphql grpc hydra hydra_plugins imghdr imp isympy jobs jsonpatch_cli launch lib2to3 licenses
+locks mailcap markdown_it masks mpi4py mpl_toolkits msilib multirun mypyc needs nis nntplib
 noxfile nvidia ossaudiodev own pasta pil pipes pkg_resources poisoned predict profiling py pydevd_plugins pylab
 quantize_helpers rpds runs scipy scripts sklearn smtpd sndhdr spwd src sre_compile sre_constants sre_parse stalls
+<<<<<<< HEAD
 store_helpers stranger sunau talk telnetlib tensorflow_calibration tensorflow_fit tensorflow_reducer tests tomllib
 torch_calibration torch_halves torch_reducer torch_usual_recipe torchgen uu waiting xdist xdrlib xxlimited yaml
+=======
+store_helpers sunau talk telnetlib tensorflow_calibration tensorflow_fit tensorflow_reducer tests tomllib
+torch_calibration torch_halves torch_reducer torch_usual_recipe torchgen uu xdist xdrlib xxlimited yaml
+>>>>>>> d0884f9 (Tests of the template's own machinery lie in its tests/machinery and run in a project with everything)
 """
 DISTRIBUTIONS, MODULES = INSTALLED.split(), IMPORTED.split()
 

@@ -15,6 +15,8 @@ from cookiecutter.main import cookiecutter
 
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT_FOLDER = "<<cookiecutter.project_slug>>"
+MACHINERY = ROOT / "tests/machinery"
+collect_ignore = [MACHINERY.name]  # these run in a generated project
 sys.path.append(str(ROOT / PROJECT_FOLDER / "tests"))
 from needs import need  # noqa: E402
 from needs import pytest_runtest_setup as pytest_runtest_setup  # noqa: E402
@@ -119,11 +121,11 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return copy
 
 
-def installable(template: Path, folder: Path, framework: str) -> Path:
+def installable(template: Path, folder: Path, framework: str, **answers: str) -> Path:
     """A project that this Python can install."""
     here = ".".join(platform.python_version_tuple()[:2])
     oldest = here if here in QUESTIONS["python_version"] else QUESTIONS["python_version"][-1]
-    return render(template, folder, python_version=oldest, framework=framework, **HARD_ANSWERS)
+    return render(template, folder, python_version=oldest, framework=framework, **HARD_ANSWERS | answers)
 
 
 @pytest.fixture(scope="session")
@@ -140,5 +142,7 @@ def tensorflow_project(template: Path, tmp_path_factory: pytest.TempPathFactory)
 
 @pytest.fixture(scope="session")
 def full_project(template: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A project with both; it has all files, so its own tests are all there are."""
-    return installable(template, tmp_path_factory.mktemp("both"), "both")
+    """A project with both, and with the tests of what no owner of a project need look after."""
+    project = installable(template, tmp_path_factory.mktemp("both"), "both", package_name="my_training")
+    shutil.copytree(MACHINERY, project / "tests" / MACHINERY.name, ignore=shutil.ignore_patterns("__pycache__"))
+    return project

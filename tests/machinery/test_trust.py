@@ -22,17 +22,17 @@ from compress_helpers import alone, compress_config
 from jobs import CONF, ENGINES, PACKAGE, ROOT, compose_config
 from omegaconf import OmegaConf
 
-from << cookiecutter.package_name >>.checkpoints.config_diff import read_flat
-from << cookiecutter.package_name >>.checkpoints.manifest import seal
-from << cookiecutter.package_name >>.checkpoints.store import Store
-from << cookiecutter.package_name >>.compress.command import compress_once, training_config
-from << cookiecutter.package_name >>.compress.report import measure, measure_apart
-from << cookiecutter.package_name >>.errors import UserError
-from << cookiecutter.package_name >>.evaluate import run_config
-from << cookiecutter.package_name >>.export.artefacts import load_predictor
-from << cookiecutter.package_name >>.export.command import FORMATS, export
-from << cookiecutter.package_name >>.train import train
-from << cookiecutter.package_name >>.trust import LISTED
+from my_training.checkpoints.config_diff import read_flat
+from my_training.checkpoints.manifest import seal
+from my_training.checkpoints.store import Store
+from my_training.compress.command import compress_once, training_config
+from my_training.compress.report import measure, measure_apart
+from my_training.errors import UserError
+from my_training.evaluate import run_config
+from my_training.export.artefacts import load_predictor
+from my_training.export.command import FORMATS, export
+from my_training.train import train
+from my_training.trust import LISTED
 
 Node = dict[str, Any]
 OURS = f"{PACKAGE}.{ENGINES[0]}"

@@ -18,25 +18,25 @@ from hydra.core.hydra_config import HydraConfig
 from jobs import PACKAGE, ROOT, compose_config, environment, read_lines
 from omegaconf import DictConfig, OmegaConf
 
-from << cookiecutter.package_name >>.assemble import open_cadence
-from << cookiecutter.package_name >>.checkpoints.manifest import seal
-from << cookiecutter.package_name >>.checkpoints.ownership import (
+from my_training.assemble import open_cadence
+from my_training.checkpoints.manifest import seal
+from my_training.checkpoints.ownership import (
     COMPRESSION,
     TRAINING,
     check_folder,
     kind_of,
 )
-from << cookiecutter.package_name >>.checkpoints.store import Store
-from << cookiecutter.package_name >>.compress.command import _composed
-from << cookiecutter.package_name >>.errors import UserError
-from << cookiecutter.package_name >>.evaluate import run_config
-from << cookiecutter.package_name >>.export.command import export
-from << cookiecutter.package_name >>.options import check_options
-from << cookiecutter.package_name >>.progress import State, read_state
-from << cookiecutter.package_name >>.ranks import _check_writable
-from << cookiecutter.package_name >>.resume import plan_from
-from << cookiecutter.package_name >>.sampler import Position
-from << cookiecutter.package_name >>.train import train
+from my_training.checkpoints.store import Store
+from my_training.compress.command import _composed
+from my_training.errors import UserError
+from my_training.evaluate import run_config
+from my_training.export.command import export
+from my_training.options import check_options
+from my_training.progress import State, read_state
+from my_training.ranks import _check_writable
+from my_training.resume import plan_from
+from my_training.sampler import Position
+from my_training.train import train
 
 SMALL = ("epochs=1", "model.hidden=[4]", "tracking.tensorboard=false", "data.evaluation_batch=512")
 

@@ -5,8 +5,8 @@ import socket
 
 import pytest
 
-from << cookiecutter.package_name >>.errors import UserError
-from << cookiecutter.package_name >>.launch.network import (
+from my_training.errors import UserError
+from my_training.launch.network import (
     Interface,
     choose_network,
     common_networks,

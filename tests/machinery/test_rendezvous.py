@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import pytest
 from stranger import GARBAGE, HEADS, HUGE, ask
 
-from << cookiecutter.package_name >>.launch import rendezvous
-from << cookiecutter.package_name >>.launch.rendezvous import MOST_CALLS, Rendezvous
-from << cookiecutter.package_name >>.ranks import SETTINGS
+from my_training.launch import rendezvous
+from my_training.launch.rendezvous import MOST_CALLS, Rendezvous
+from my_training.ranks import SETTINGS
 
 HERE = "127.0.0.1"
 

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from << cookiecutter.package_name >>.messages import decode, encode
-from << cookiecutter.package_name >>.seeds import host_state
+from my_training.messages import decode, encode
+from my_training.seeds import host_state
 
 DTYPES = ["?", "u1", "i2", ">i4", "i8", "u8", "f2", "f4", "f8", "c8"]
 

@@ -21,13 +21,13 @@ from omegaconf import OmegaConf
 from store_helpers import content, edit_manifest, flip_byte, names, publish
 from waiting import wait_until
 
-from << cookiecutter.package_name >>.addresses import check_address, is_url
-from << cookiecutter.package_name >>.checkpoints import mirror as module
-from << cookiecutter.package_name >>.checkpoints.command import main
-from << cookiecutter.package_name >>.checkpoints.mirror import Mirror, Remote, fetch
-from << cookiecutter.package_name >>.checkpoints.store import DamagedError, Store
-from << cookiecutter.package_name >>.errors import UserError
-from << cookiecutter.package_name >>.options import check_options
+from my_training.addresses import check_address, is_url
+from my_training.checkpoints import mirror as module
+from my_training.checkpoints.command import main
+from my_training.checkpoints.mirror import Mirror, Remote, fetch
+from my_training.checkpoints.store import DamagedError, Store
+from my_training.errors import UserError
+from my_training.options import check_options
 
 _number = itertools.count()
 
@@ -376,7 +376,7 @@ def test_other_addresses_pass(url: str) -> None:
 
 @pytest.mark.parametrize("options", [[], ["--multirun"]])
 def test_hydra_does_not_write_it_down_either(options: list[str], tmp_path: Path) -> None:
-    module = "<< cookiecutter.package_name >>.train"
+    module = "my_training.train"
     command = [sys.executable, "-m", module, *options, f"resume={SECRETS[0]}"]
     done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False)
     assert done.returncode == 2

@@ -9,13 +9,13 @@ import time
 from pathlib import Path
 
 import pytest
-from jobs import RANKS, ROOT, environment, is_alive, launched, start_job, wait_for_training
+from jobs import ROOT, environment, is_alive, launched, start_job, wait_for_training
 from test_launch import TRANSPORTS
 from waiting import wait_until
 
-from << cookiecutter.package_name >>.errors import BURST_S, PREEMPTED
-from << cookiecutter.package_name >>.launch import agent
-from << cookiecutter.package_name >>.launch.supervise import Job, Part, Process
+from my_training.errors import BURST_S, PREEMPTED
+from my_training.launch import agent
+from my_training.launch.supervise import Job, Part, Process
 
 DOWN_S = 15
 
@@ -24,7 +24,7 @@ each_transport = pytest.mark.parametrize("transport", TRANSPORTS)
 
 
 def start(what: str, folder: Path, transport: str, *options: str) -> subprocess.Popen[str]:
-    command = [sys.executable, str(RANKS / "misbehaves.py"), what, str(folder)]
+    command = [sys.executable, str(Path(__file__).parent / "misbehaves.py"), what, str(folder)]
     launcher = launched(2, *command, options=("--transport", transport, *options))
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     return subprocess.Popen(launcher, cwd=ROOT, env=environment(), text=True, **pipes)  # type: ignore[call-overload,no-any-return]
@@ -198,7 +198,7 @@ def test_no_value_of_the_environment_is_on_a_command_line(
         seen = [Path(f"/proc/{rank}/environ").read_bytes() for rank in ranks]
         job.send_signal(signal.SIGUSR1)
         job.communicate(timeout=DOWN_S)
-    assert str(RANKS / "misbehaves.py") in listed
+    assert str(Path(__file__).parent / "misbehaves.py") in listed
     assert "for-nobody-else" not in listed
     assert all(b"HOROVOD_OF_THIS_TEST=for-nobody-else" in environ for environ in seen)
 

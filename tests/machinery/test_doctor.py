@@ -18,12 +18,12 @@ from jobs import ENGINES, PACKAGE, environment
 from namespaces import DECOY, NEEDS_ROOT, Hosts
 from waiting import wait_until
 
-import << cookiecutter.package_name >>
-from << cookiecutter.package_name >>.cluster import survey
-from << cookiecutter.package_name >>.cluster.survey import Survey
-from << cookiecutter.package_name >>.gpus import gpu_name
+import my_training
+from my_training.cluster import survey
+from my_training.cluster.survey import Survey
+from my_training.gpus import gpu_name
 
-SOURCES = Path(str(<< cookiecutter.package_name >>.__file__)).parent
+SOURCES = Path(str(my_training.__file__)).parent
 FRAMEWORK = {"torch": "torch", "tensorflow": "tensorflow_cpu"}[ENGINES[0]]
 BOTH = "node1:1,node2:1"
 

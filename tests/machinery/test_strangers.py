@@ -11,14 +11,14 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from jobs import RANKS, ROOT, environment, launched
+from jobs import ROOT, environment, launched
 from namespaces import NEEDS_ROOT, Hosts
 from waiting import wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.alone]
 
 STRANGER = Path(__file__).parent / "stranger.py"
-JOINS = str(RANKS / "joins.py")
+JOINS = str(Path(__file__).parent / "joins.py")
 END_S = 60
 
 

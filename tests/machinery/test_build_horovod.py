@@ -16,7 +16,7 @@ import pytest
 from jobs import is_alive
 from waiting import wait_until
 
-SCRIPT = Path(__file__).resolve().parents[1] / "scripts/build_horovod.py"
+SCRIPT = Path(__file__).resolve().parents[2] / "scripts/build_horovod.py"
 
 
 def load() -> ModuleType:

@@ -23,16 +23,16 @@ import pytest
 from jobs import compose_config, environment
 from store_helpers import publish
 
-from << cookiecutter.package_name >>.checkpoints import manifest
-from << cookiecutter.package_name >>.checkpoints.command import main
-from << cookiecutter.package_name >>.checkpoints.mirror import fetch
-from << cookiecutter.package_name >>.checkpoints.store import Store
-from << cookiecutter.package_name >>.errors import UserError
-from << cookiecutter.package_name >>.export import model_folder
-from << cookiecutter.package_name >>.export.command import export
-from << cookiecutter.package_name >>.progress import read_state
-from << cookiecutter.package_name >>.train import train
-from << cookiecutter.package_name >>.trust import read_config
+from my_training.checkpoints import manifest
+from my_training.checkpoints.command import main
+from my_training.checkpoints.mirror import fetch
+from my_training.checkpoints.store import Store
+from my_training.errors import UserError
+from my_training.export import model_folder
+from my_training.export.command import export
+from my_training.progress import read_state
+from my_training.train import train
+from my_training.trust import read_config
 
 Maker = Callable[[Path], object]
 
@@ -289,7 +289,7 @@ def test_the_command_ends_on_a_fifo(run: Path) -> None:
     file = run / "checkpoints" / "step-00000020" / "MANIFEST.json"
     file.unlink()
     os.mkfifo(file)
-    module = "<< cookiecutter.package_name >>.checkpoints"
+    module = "my_training.checkpoints"
     command = [sys.executable, "-m", module, "verify", str(run)]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=30, check=False)
     assert done.returncode == 1

@@ -14,11 +14,11 @@ from jobs import PACKAGE, ROOT, environment
 from needs import HOROVOD_MPI
 from waiting import wait_until
 
-from << cookiecutter.package_name >>.cluster import elastic
-from << cookiecutter.package_name >>.cluster.elastic import Limits, Pool
-from << cookiecutter.package_name >>.errors import UserError
-from << cookiecutter.package_name >>.launch import command
-from << cookiecutter.package_name >>.launch.command import (
+from my_training.cluster import elastic
+from my_training.cluster.elastic import Limits, Pool
+from my_training.errors import UserError
+from my_training.launch import command
+from my_training.launch.command import (
     Launcher,
     command_of,
     discovered_hosts,
@@ -27,10 +27,10 @@ from << cookiecutter.package_name >>.launch.command import (
     ranks_wanted,
     run_folder,
 )
-from << cookiecutter.package_name >>.launch.hosts import Host
-from << cookiecutter.package_name >>.launch.network import Interface, Network
-from << cookiecutter.package_name >>.launch.supervise import _first_of_mpi, _split
-from << cookiecutter.package_name >>.launch.transport import (
+from my_training.launch.hosts import Host
+from my_training.launch.network import Interface, Network
+from my_training.launch.supervise import _first_of_mpi, _split
+from my_training.launch.transport import (
     Start,
     choose_transport,
     horovod_has_mpi,

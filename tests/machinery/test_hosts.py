@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from << cookiecutter.package_name >>.errors import UserError
-from << cookiecutter.package_name >>.launch.hosts import Host, allot, parse_hosts, read_hosts
+from my_training.errors import UserError
+from my_training.launch.hosts import Host, allot, parse_hosts, read_hosts
 
 HOSTFILE = """\ufeff# the cluster\r
 node-1

@@ -12,7 +12,7 @@ from pathlib import Path
 from jobs import current_engine
 from waiting import wait_until
 
-from << cookiecutter.package_name >>.ranks import launched_rank, open_communicator
+from my_training.ranks import launched_rank, open_communicator
 
 
 def main(folder: Path, what: str) -> None:
