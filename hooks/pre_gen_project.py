@@ -53,13 +53,8 @@ functorch google graphql grpc hydra hydra_plugins imghdr imp isympy jobs jsonpat
 locks mailcap markdown_it masks mpi4py mpl_toolkits msilib multirun mypyc needs nis nntplib
 noxfile nvidia ossaudiodev own pasta pil pipes pkg_resources poisoned predict profiling py pydevd_plugins pylab
 quantize_helpers rpds runs scipy scripts sklearn smtpd sndhdr spwd src sre_compile sre_constants sre_parse stalls
-<<<<<<< HEAD
-store_helpers stranger sunau talk telnetlib tensorflow_calibration tensorflow_fit tensorflow_reducer tests tomllib
-torch_calibration torch_halves torch_reducer torch_usual_recipe torchgen uu waiting xdist xdrlib xxlimited yaml
-=======
 store_helpers sunau talk telnetlib tensorflow_calibration tensorflow_fit tensorflow_reducer tests tomllib
-torch_calibration torch_halves torch_reducer torch_usual_recipe torchgen uu xdist xdrlib xxlimited yaml
->>>>>>> d0884f9 (Tests of the template's own machinery lie in its tests/machinery and run in a project with everything)
+torch_calibration torch_halves torch_reducer torch_usual_recipe torchgen uu waiting xdist xdrlib xxlimited yaml
 """
 DISTRIBUTIONS, MODULES = INSTALLED.split(), IMPORTED.split()
 

@@ -7,13 +7,9 @@ import sys
 import time
 from pathlib import Path
 
-<<<<<<< HEAD:<<cookiecutter.project_slug>>/tests/ranks/misbehaves.py
 from waiting import wait_until
 
-from << cookiecutter.package_name >>.ranks import launched_rank
-=======
 from my_training.ranks import launched_rank
->>>>>>> d0884f9 (Tests of the template's own machinery lie in its tests/machinery and run in a project with everything):tests/machinery/misbehaves.py
 
 
 def main(what: str, folder: Path) -> None:
