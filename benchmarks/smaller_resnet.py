@@ -72,7 +72,7 @@ def write(package: str, shape: tuple[int, int, int], files: dict[str, Path]) -> 
             "torch.models",
             "export.torch",
             "compress.torch.fake_quantize",
-            "compress.torch.quantize",
+            "compress.torch.quantization",
             "compress.torch.shrink",
         )
     )

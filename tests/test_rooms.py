@@ -111,9 +111,9 @@ def test_imports_run_one_way() -> None:
         ("loop", "def f():\n    from .torch import engine", "loop imports torch/engine: core may not import torch"),
         ("loop", "from .torch import missing", "loop imports torch/__init__: core may not import torch"),
         (
-            "compress/torch/prune",
+            "compress/torch/pruning",
             "if TYPE_CHECKING:\n    from ...cluster import doctor",
-            "compress/torch/prune imports cluster/doctor: compress/torch may not import cluster",
+            "compress/torch/pruning imports cluster/doctor: compress/torch may not import cluster",
         ),
         ("export/command", "from . import torch", "export/command imports export/torch: a project may lack torch"),
         ("rooms/new", "", "rooms/ is in no room: add it to MAY_IMPORT"),

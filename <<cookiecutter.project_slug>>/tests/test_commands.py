@@ -29,7 +29,7 @@ BEGINNINGS = {
     "export": ["runs/none", "best", "target", "--form", "onnx"],
     "launch": ["--dry"],
     "cluster.probe": ["--allred", "torch"],
-    "compress.report": ["runs/none", "--js"],
+    "compress.measure": ["runs/none", "--js"],
     "launch.agent": ["--anything"],
 }
 

@@ -17,14 +17,9 @@ from omegaconf import OmegaConf
 from << cookiecutter.package_name >>.checkpoints.ownership import run_lock
 from << cookiecutter.package_name >>.checkpoints.store import Store
 from << cookiecutter.package_name >>.compress.command import compress
-from << cookiecutter.package_name >>.compress.masks import (
-    cubic,
-    pack,
-    smallest_off,
-    two_of_four,
-    unpack,
-)
-from << cookiecutter.package_name >>.compress.report import answers, front, missed
+from << cookiecutter.package_name >>.compress.measure import answers, missed
+from << cookiecutter.package_name >>.compress.pruning import cubic, pack, smallest_off, two_of_four, unpack
+from << cookiecutter.package_name >>.compress.report import front
 from << cookiecutter.package_name >>.errors import UserError
 
 EPOCHS = "compress.finetune.epochs=4"
@@ -208,7 +203,7 @@ def test_what_misses_its_requirements_is_put_aside(source: Path, tmp_path: Path)
     assert (tmp_path / "rejected" / "model" / "model.json").exists()
     assert not (tmp_path / "artefact").exists()
     assert "artefact" not in Store(tmp_path / "checkpoints").pointers()
-    again = subprocess.run([sys.executable, "-m", f"{PACKAGE}.compress.report", tmp_path], env=alone(), check=False)
+    again = subprocess.run([sys.executable, "-m", f"{PACKAGE}.compress.measure", tmp_path], env=alone(), check=False)
     assert again.returncode == 0
     for change in ("from_checkpoint=latest", f"from={tmp_path}"):
         other = run_compress(source, tmp_path, *options, change)

@@ -15,7 +15,7 @@ from keras import layers
 from omegaconf import OmegaConf
 
 from << cookiecutter.package_name >>.compress.command import compress
-from << cookiecutter.package_name >>.compress.tensorflow.distill import Distillation
+from << cookiecutter.package_name >>.compress.tensorflow.distillation import TensorFlowDistillation
 from << cookiecutter.package_name >>.compress.tensorflow.measure import count
 from << cookiecutter.package_name >>.compress.tensorflow.shrink import (
     fewer_channels,
@@ -47,7 +47,7 @@ def network() -> keras.Model:
 
 def test_the_loss_is_the_divergence_of_the_answers() -> None:
     teacher, student = network(), network()
-    hooks, inputs = Distillation(teacher, student, OmegaConf.create(OPTIONS)), tf.random.normal((5, 4))
+    hooks, inputs = TensorFlowDistillation(teacher, student, OmegaConf.create(OPTIONS)), tf.random.normal((5, 4))
     answers = [keras.ops.log_softmax(model(inputs) / 2.0) for model in (teacher, student)]
     expected = 4 * float(tf.reduce_sum(tf.exp(answers[0]) * (answers[0] - answers[1])))
     assert float(hooks.loss(tf.constant(7.0), inputs, student(inputs))) == pytest.approx(expected, rel=1e-4)
@@ -64,14 +64,14 @@ def convolutions(width: int) -> keras.Model:
 def test_features_of_other_widths_are_compared_by_attention() -> None:
     student, teacher, inputs = convolutions(4), convolutions(8), tf.random.uniform((5, 6, 6, 1))
     options = OmegaConf.create({**OPTIONS, "weight": 0.0, "features": ["first"]})
-    hooks = Distillation(teacher, student, options)
+    hooks = TensorFlowDistillation(teacher, student, options)
 
     loss = tf.function(lambda: hooks.loss(tf.constant(0.0), inputs, student(inputs, training=True)))
     assert float(loss()) > 0.01
     for own, twice in zip(student.get_layer("first").weights, teacher.get_layer("first").weights, strict=True):
         twice.assign(tf.concat([own, own], -1))  # the same attention, since only its places' ratios count
     assert float(loss()) == pytest.approx(0, abs=1e-6)
-    hooks = Distillation(teacher, student, OmegaConf.create({**options, "features": ["flat"]}))
+    hooks = TensorFlowDistillation(teacher, student, OmegaConf.create({**options, "features": ["flat"]}))
     with pytest.raises(UserError, match=r"flat gives \(64,\) in the student and \(128,\) in the teacher: name layers"):
         hooks.loss(tf.constant(0.0), inputs, student(inputs))
 

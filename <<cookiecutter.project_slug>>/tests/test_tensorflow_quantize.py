@@ -10,7 +10,7 @@ import pytest
 from jobs import RANKS, compose_config, run_ranks
 from quantize_helpers import accuracy, trained_model
 
-from << cookiecutter.package_name >>.compress.tensorflow.quantize import post_training
+from << cookiecutter.package_name >>.compress.quantization import post_training
 from << cookiecutter.package_name >>.errors import UserError
 from << cookiecutter.package_name >>.export.artefacts import load_predictor, weigh
 from << cookiecutter.package_name >>.export.command import validation_samples

@@ -4,7 +4,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import onnx
 import pytest
@@ -18,7 +17,7 @@ from torch import nn
 from << cookiecutter.package_name >>.checkpoints.store import Store
 from << cookiecutter.package_name >>.compress.command import compress
 from << cookiecutter.package_name >>.compress.torch import measure
-from << cookiecutter.package_name >>.compress.torch.distill import Distillation
+from << cookiecutter.package_name >>.compress.torch.distillation import TorchDistillation
 from << cookiecutter.package_name >>.compress.torch.fake_quantize import STEPS
 from << cookiecutter.package_name >>.compress.torch.shrink import fewer_channels, low_rank, shrunk
 from << cookiecutter.package_name >>.engine import rank_files
@@ -44,12 +43,12 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield make_source(tmp_path_factory.mktemp("torch") / "source")
 
 
-@pytest.mark.parametrize(("choose", "options"), [(fewer_channels, CHANNELS), (low_rank, RANK)])
-def test_a_smaller_residual_network_is_built_again(choose: Any, options: Any) -> None:
+@pytest.mark.parametrize("method", ["channels", "low_rank"])
+def test_a_smaller_residual_network_is_built_again(method: str) -> None:
     """The description alone, plain values, gives the architecture whose weights fit."""
     inputs = torch.rand(2, 3, 32, 32)
     base = resnet18((32, 32, 3), 10)
-    model, changes, _ = choose(base, options, inputs, 10)
+    model, changes, _ = fewer_channels(base, CHANNELS, inputs, 10) if method == "channels" else low_rank(base, RANK)
     other = shrunk(resnet18((32, 32, 3), 10), changes)
     other.load_state_dict(model.state_dict())
     assert torch.equal(model.eval()(inputs), other.eval()(inputs))
@@ -116,8 +115,8 @@ def test_a_layer_of_low_rank_is_factored_without_loss() -> None:
     model, inputs = nn.Sequential(layer), torch.rand(2, 8, 6, 6)
     wanted = model(inputs)
     with pytest.raises(UserError, match="no layer gets smaller by compress=low_rank"):
-        low_rank(model, OmegaConf.merge(RANK, {"rank": 32}), inputs, 10)
-    factored, changes, _ = low_rank(model, OmegaConf.merge(RANK, {"energy": 0.999999}), inputs, 10)
+        low_rank(model, OmegaConf.merge(RANK, {"rank": 32}))
+    factored, changes, _ = low_rank(model, OmegaConf.merge(RANK, {"energy": 0.999999}))
     assert changes[0]["layers"]["0"]["rank"] <= 4
     assert torch.allclose(factored(inputs), wanted, rtol=1e-2)
 
@@ -154,7 +153,7 @@ def test_a_chain(source: Path, tmp_path: Path) -> None:
     assert models["2-low_rank"]["gzipped"] > 2 * models["3-int8"]["gzipped"]
     parent = Path(report_of(tmp_path / "2-low_rank")["lineage"]["parent"])
     assert parent.parent == tmp_path / "1-distill" / "checkpoints"
-    again = [sys.executable, "-m", f"{PACKAGE}.compress.report", str(tmp_path)]
+    again = [sys.executable, "-m", f"{PACKAGE}.compress.measure", str(tmp_path)]
     subprocess.run(again, env=alone(), check=True)
     assert [*report_of(tmp_path)["models"]] == [*models]
 
@@ -198,7 +197,7 @@ def accuracy(communicator: Communicator, seed: int, teacher: nn.Module | None) -
     engine, splits = make(communicator, *STUDENT, f"seed={seed}")
     if teacher is not None:
         options = {"temperature": 4.0, "weight": 0.7, "features": [], "feature_weight": 0.0}
-        engine.hooks = Distillation(teacher, engine.model, OmegaConf.create(options))
+        engine.hooks = TorchDistillation(teacher, engine.model, OmegaConf.create(options))
     train(engine, splits, steps=150)
     return float(engine.evaluate(splits.validation, [np.arange(359)]).correct / 359)
 
@@ -219,14 +218,14 @@ def test_distillation_with_features(communicator: Communicator) -> None:
     inputs = torch.rand(5, 4)
 
     def loss() -> float:
-        hooks = Distillation(teacher, student, OmegaConf.create(options))
+        hooks = TorchDistillation(teacher, student, OmegaConf.create(options))
         return float(hooks.loss(torch.tensor(7.0), inputs, student(inputs)))
 
     assert loss() > 0.01
     student.load_state_dict(teacher.state_dict())
     assert loss() == pytest.approx(0, abs=1e-6)
     with pytest.raises(UserError, match=r"the teacher has no layer nine: there are "):
-        Distillation(teacher, student, OmegaConf.create({**options, "features": ["nine"]}))
+        TorchDistillation(teacher, student, OmegaConf.create({**options, "features": ["nine"]}))
 
 
 @torch.no_grad()
@@ -236,13 +235,13 @@ def test_features_of_other_widths_are_compared_by_attention() -> None:
     )
     options = OmegaConf.create({"temperature": 2.0, "weight": 0.0, "features": ["0"], "feature_weight": 1.0})
     inputs = torch.rand(5, 1, 6, 6)
-    hooks = Distillation(teacher, student, options)
+    hooks = TorchDistillation(teacher, student, options)
     assert float(hooks.loss(torch.tensor(0.0), inputs, student(inputs))) > 0.01
     for own, twice in zip(student[0].parameters(), teacher[0].parameters(), strict=True):
         twice.copy_(torch.cat([own, own]))  # the same attention, since only its places' ratios count
     assert float(hooks.loss(torch.tensor(0.0), inputs, student(inputs))) == pytest.approx(0, abs=1e-6)
     options.features = ["1"]
-    hooks = Distillation(teacher, student, options)
+    hooks = TorchDistillation(teacher, student, options)
     with pytest.raises(
         UserError, match=r"1 gives \(64,\) in the student and \(128,\) in the teacher: name layers that"
     ):

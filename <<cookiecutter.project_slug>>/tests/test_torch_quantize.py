@@ -13,13 +13,14 @@ from jobs import RANKS, compose_config, run_ranks
 from quantize_helpers import accuracy, trained_model
 from torch import nn
 
+from << cookiecutter.package_name >>.compress.quantization import post_training
 from << cookiecutter.package_name >>.compress.torch.fake_quantize import (
     calibrating,
     merge_ranges,
     prepare,
     quantizers,
 )
-from << cookiecutter.package_name >>.compress.torch.quantize import convert, post_training
+from << cookiecutter.package_name >>.compress.torch.quantization import convert
 from << cookiecutter.package_name >>.data import digits
 from << cookiecutter.package_name >>.errors import UserError
 from << cookiecutter.package_name >>.export.artefacts import PROGRAMS, load_predictor, weigh

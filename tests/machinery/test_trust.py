@@ -25,8 +25,8 @@ from omegaconf import OmegaConf
 from my_training.checkpoints.config_diff import read_flat
 from my_training.checkpoints.manifest import seal
 from my_training.checkpoints.store import Store
-from my_training.compress.command import compress_once, training_config
-from my_training.compress.report import measure, measure_apart
+from my_training.compress.measure import measure, measure_apart
+from my_training.compress.single import compress_once, training_config
 from my_training.errors import UserError
 from my_training.evaluate import run_config
 from my_training.export.artefacts import load_predictor
@@ -377,7 +377,7 @@ def test_each_command_ends_in_one_sentence(run: Path, model: Path, tmp_path: Pat
     foreign = next((bad / "checkpoints").glob("step-*"))
     for arguments, sentence in (
         (["-m", f"{PACKAGE}.evaluate", bad], TELLING),
-        (["-m", f"{PACKAGE}.compress.report", "--json", bad], TELLING),
+        (["-m", f"{PACKAGE}.compress.measure", "--json", bad], TELLING),
         (["-m", f"{PACKAGE}.export", bad, "best", f"made{FORMATS[kind]}", "--format", kind], TELLING),
         ([*smaller, f"from={bad}", "compress=prune"], TELLING),
         ([*smaller, f"from={bad}", "compress=distill"], TELLING),
@@ -489,6 +489,6 @@ def test_a_report_names_no_folder_outside(run: Path, tmp_path: Path, name: str) 
     (tmp_path / "out" / "plan.json").write_text("{}")
     rows: dict[str, Node] = {name.replace("/tmp", str(tmp_path)): {}}
     (report / "report.json").write_text(json.dumps({"models": rows, "setting": {}}))
-    done = command("-m", f"{PACKAGE}.compress.report", report, cwd=tmp_path)
+    done = command("-m", f"{PACKAGE}.compress.measure", report, cwd=tmp_path)
     assert done.returncode == 2
     assert f"{report}/plan.json" in done.stderr

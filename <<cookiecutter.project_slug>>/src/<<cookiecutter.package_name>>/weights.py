@@ -61,16 +61,6 @@ def load_hooks(folder: Path) -> dict[str, Any]:
         raise UserError(f"{folder / HOOKS} is no safetensors file ({error}): use another checkpoint") from error
 
 
-def check_classes(student: int, teacher: int) -> None:
-    """Refuse a student that cannot learn from its teacher's answers.
-
-    Raises:
-        UserError: if the two answer with different numbers of classes.
-    """
-    if student != teacher:
-        raise UserError(f"the student answers with {student} classes and its teacher with {teacher}: make them equal")
-
-
 def hash_arrays(arrays: Iterable[Any]) -> str:
     """SHA-256 over the bytes of numpy arrays, in their order."""
     digest = hashlib.sha256()

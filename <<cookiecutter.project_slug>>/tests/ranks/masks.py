@@ -5,8 +5,8 @@ import sys
 from jobs import compose_config, current_engine
 from omegaconf import OmegaConf
 
-from << cookiecutter.package_name >>.compress.command import wing_of
 from << cookiecutter.package_name >>.compress.pruning import Pruning
+from << cookiecutter.package_name >>.compress.wing import wing_of
 from << cookiecutter.package_name >>.engine import open_engine
 from << cookiecutter.package_name >>.ranks import open_communicator
 
@@ -14,8 +14,8 @@ config = compose_config("model=cnn", "model.width=4")
 engine = open_engine(config, open_communicator(current_engine()))
 communicator = open_communicator(current_engine())
 options = OmegaConf.create({"pattern": "free", "sparsity": 0.5, "scope": "global", "schedule": "one_shot"})
-layers = wing_of(current_engine()).layers(engine, ["*"], [])
-pruning = Pruning(layers, communicator, options, samples=100, epochs=1)
+prunable = wing_of(current_engine()).PrunableWeights(engine.model, ["*"], [])
+pruning = Pruning(prunable, communicator, options, samples=100, epochs=1)
 pruning.begin()
 assert all(0 < mask.mean() < 1 for mask in pruning.masks.values())
 communicator.check_equal(engine.fingerprint(), "the weights")

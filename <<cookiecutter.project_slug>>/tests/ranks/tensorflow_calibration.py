@@ -5,7 +5,7 @@ from pathlib import Path
 
 from jobs import compose_config
 
-from << cookiecutter.package_name >>.compress.tensorflow.quantize import post_training
+from << cookiecutter.package_name >>.compress.quantization import post_training
 from << cookiecutter.package_name >>.export.command import validation_samples
 from << cookiecutter.package_name >>.ranks import open_communicator
 

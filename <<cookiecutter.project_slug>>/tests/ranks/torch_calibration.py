@@ -5,13 +5,13 @@ from pathlib import Path
 
 from jobs import compose_config
 
+from << cookiecutter.package_name >>.compress.quantization import post_training
 from << cookiecutter.package_name >>.compress.torch.fake_quantize import (
     calibrating,
     merge_ranges,
     prepare,
     quantizers,
 )
-from << cookiecutter.package_name >>.compress.torch.quantize import post_training
 from << cookiecutter.package_name >>.errors import UserError
 from << cookiecutter.package_name >>.export.command import validation_samples
 from << cookiecutter.package_name >>.export.torch import load_model

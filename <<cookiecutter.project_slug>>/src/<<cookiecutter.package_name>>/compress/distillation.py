@@ -3,10 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from ..engine import Hooks
+from hydra.utils import instantiate
+
+from ..engine import Engine, Hooks
 from ..errors import UserError
+from .wing import Wing
+
+
+def open_distillation(
+    wing: Wing, engine: Engine, source: Path, options: Any, data: Any, trusted: Sequence[str]
+) -> Hooks:
+    """The loss of a student.
+
+    Args:
+        wing: Of the engine.
+        engine: Its model is the student.
+        source: The teacher's model folder.
+        options: See Distillation; and teacher, a model by _target_ instead of that one.
+        data: data: shape.
+        trusted: As for load_model().
+
+    Raises:
+        UserError: if the two answer with different numbers of classes.
+    """
+    teacher = instantiate(options.teacher) if options.get("teacher") else wing.load_model(source, trusted)
+    own, wanted = (wing.classes_of(model, engine, data.shape) for model in (engine.model, teacher))
+    if own != wanted:
+        raise UserError(f"the student answers with {own} classes and its teacher with {wanted}: make them equal")
+    return wing.Distillation(teacher, engine.model, options)
 
 
 class Distillation(Hooks):
@@ -36,64 +63,48 @@ class Distillation(Hooks):
         self._learned = self._listen(student, "student", list(options.features))
 
     def _listen(self, model: Any, whose: str, names: Sequence[str]) -> dict[str, Callable[[], Any]]:
-        there = self.layers(model)
+        there = self._layers(model)
         for name in names:
             if name not in there:
                 raise UserError(f"compress.features: the {whose} has no layer {name}: there are {', '.join(there)}")
-        return {name: self.listen(there[name]) for name in names}
+        return {name: self._outputs(there[name]) for name in names}
 
     def loss(self, plain: Any, inputs: Any, outputs: Any) -> Any:
         """Summed over the batch, as the cross-entropy is."""
-        soft = self.divergence(inputs, outputs) * self._temperature**2
+        soft = self._divergence(inputs, outputs) * self._temperature**2
         different = sum((self._difference(name) for name in self._learned), 0.0)
         return self._weight * soft + (1 - self._weight) * plain + self._feature_weight * different
 
     def _difference(self, name: str) -> Any:
         have, want = self._learned[name](), self._taught[name]()
-        alike = same_shape(name, have.shape, want.shape, self.places)
-        return self.value_difference(have, want) if alike else self.attention_difference(have, want)
+        student, teacher = tuple(have.shape), tuple(want.shape)
+        if student[1:] == teacher[1:]:
+            return self._value_difference(have, want)
+        if student[self.places] and student[self.places] == teacher[self.places]:
+            return self._attention_difference(have, want)
+        raise UserError(
+            f"compress.features: {name} gives {student[1:]} in the student and {teacher[1:]} in the teacher:"
+            " name layers that differ in channels only"
+        )
 
     # What a wing adds
 
-    def layers(self, model: Any) -> Mapping[str, Any]:
+    def _layers(self, model: Any) -> Mapping[str, Any]:
         """The layers of a model by name."""
         raise NotImplementedError
 
-    def listen(self, layer: Any) -> Callable[[], Any]:
+    def _outputs(self, layer: Any) -> Callable[[], Any]:
         """A function that gives what the layer last put out, in float32."""
         raise NotImplementedError
 
-    def divergence(self, inputs: Any, outputs: Any) -> Any:
+    def _divergence(self, inputs: Any, outputs: Any) -> Any:
         """KL(teacher || student) of the answers at the temperature, summed over the batch."""
         raise NotImplementedError
 
-    def value_difference(self, have: Any, want: Any) -> Any:
+    def _value_difference(self, have: Any, want: Any) -> Any:
         """Mean squared difference of outputs of one shape, summed over the batch."""
         raise NotImplementedError
 
-    def attention_difference(self, have: Any, want: Any) -> Any:
+    def _attention_difference(self, have: Any, want: Any) -> Any:
         """Squared difference of the attentions, each of length 1, summed over places and the batch."""
         raise NotImplementedError
-
-
-def same_shape(name: str, student: Sequence[int | None], teacher: Sequence[int | None], places: slice) -> bool:
-    """Whether outputs can be compared value by value; else they have only other numbers of channels.
-
-    Args:
-        name: Of the layer.
-        student: The shape of its output there, samples first.
-        teacher: The same there.
-        places: The dimensions that are neither samples nor channels.
-
-    Raises:
-        UserError: if they differ in more.
-    """
-    have, want = tuple(student), tuple(teacher)
-    if have[1:] == want[1:]:
-        return True
-    if have[places] and have[places] == want[places]:
-        return False
-    raise UserError(
-        f"compress.features: {name} gives {have[1:]} in the student and {want[1:]} in the teacher:"
-        " name layers that differ in channels only"
-    )

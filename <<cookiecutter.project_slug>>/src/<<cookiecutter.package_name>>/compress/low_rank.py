@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import UserError
-from .pruning import select
+from .layer_names import select
 
 Matrix = npt.NDArray[np.floating]
 Pair = tuple[Matrix, Matrix]

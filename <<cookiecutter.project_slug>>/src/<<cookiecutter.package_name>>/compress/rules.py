@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from ..options import NOT_NEGATIVE, POSITIVE, WHOLE, ListOf, Name, Number, OneOf, Rule
+from omegaconf import DictConfig
+
+from ..errors import UserError
+from ..options import NOT_NEGATIVE, POSITIVE, WHOLE, ListOf, Name, Number, OneOf, Rule, check_options
 
 RULES: dict[str, Rule] = {
     "name": Name(),
@@ -40,3 +43,26 @@ NULLABLE = {
     "compress.require.min_size_ratio",
     "compress.require.min_gzip_ratio",
 }
+
+
+def check(config: DictConfig) -> None:
+    """Refuse what would give another result than is asked for; names of layers become text.
+
+    Raises:
+        UserError: names the option.
+    """
+    check_options(config, RULES, NULLABLE)
+    options = config.compress
+    for key in ("layers", "skip"):
+        if key in options:
+            options[key] = [str(name) for name in options[key]]  # torch's may be numbers
+    if options.method == "chain":
+        return
+    if (options.finetune is None) != (options.method == "quantize"):
+        raise UserError(
+            f"compress.finetune={options.finetune} does not go with compress.method={options.method}", agreed=True
+        )
+    if options.get("pattern") == "2:4" and options.schedule == "gradual":
+        raise UserError("compress.schedule=gradual does not go with compress.pattern=2:4: use one_shot", agreed=True)
+    if options.get("rank") is not None and options.sweep:
+        raise UserError("compress.sweep is over energies, which compress.rank replaces: leave one out", agreed=True)

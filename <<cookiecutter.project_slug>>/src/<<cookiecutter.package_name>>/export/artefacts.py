@@ -20,7 +20,8 @@ from __future__ import annotations
 import hashlib
 import stat
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -110,6 +111,20 @@ def load_predictor(path: Path, threads: int | None = None, trusted: Sequence[str
         raise UserError(f"{path} cannot be loaded by {runtime} ({reason}): export it again") from error
 
 
+@contextmanager
+def writing(form: str) -> Iterator[None]:
+    """Within it a model is written as `form`.
+
+    Raises:
+        UserError: whatever the framework says against it.
+    """
+    try:
+        yield
+    except Exception as error:
+        reason = " ".join(str(error).split())[:300]
+        raise UserError(f"the model cannot be written as {form} ({reason}): choose another format") from error
+
+
 def runtime_of(path: Path) -> str:
     """What runs an artefact, by its name.
 
@@ -167,9 +182,13 @@ def _load_onnx(path: Path, threads: int | None) -> Predictor:
 
 
 def _load_torch_export(path: Path, threads: int | None) -> Predictor:
-    torch: Any = import_module("torch")
     _limit_threads("torch", threads)
-    model = torch.export.load(path).module()
+    return torch_predictor(import_module("torch").export.load(path).module())
+
+
+def torch_predictor(model: Any) -> Predictor:
+    """What calls a PyTorch model that takes what artefacts take."""
+    torch: Any = import_module("torch")
 
     def predict(inputs: Floats) -> Floats:
         with torch.inference_mode():
@@ -181,8 +200,12 @@ def _load_torch_export(path: Path, threads: int | None) -> Predictor:
 
 def _load_keras(path: Path, threads: int | None) -> Predictor:
     _limit_threads("tensorflow", threads)
-    keras, tensorflow = import_module("keras"), import_module("tensorflow")
-    model = keras.saving.load_model(path, compile=False, safe_mode=True)
+    return keras_predictor(import_module("keras").saving.load_model(path, compile=False, safe_mode=True))
+
+
+def keras_predictor(model: Any) -> Predictor:
+    """What calls a Keras model."""
+    tensorflow = import_module("tensorflow")
     call = tensorflow.function(lambda inputs: model(inputs, training=False), reduce_retracing=True)
     return lambda inputs: np.asarray(call(tensorflow.constant(inputs)), np.float32)
 

@@ -55,11 +55,11 @@ def _make_folder(checkpoint: Path, folder: Path) -> None:
 
 
 def build_model(folder: Path, trusted: Sequence[str] = ()) -> Any:
-    """The architecture that model.json names, with initial weights, once the whole folder is verified.
+    """The architecture that model.json names, once the whole folder is verified; a wing then loads the weights.
 
     Args:
         folder: A model folder.
-        trusted: What else than our own architectures may be built, see trust.check().
+        trusted: What else than our own architectures may be built, as ["package.Net"]; see trust.check().
 
     Raises:
         UserError: if the folder is damaged, of a newer format, or names what is not trusted.

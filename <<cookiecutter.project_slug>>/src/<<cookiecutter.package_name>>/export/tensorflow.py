@@ -6,13 +6,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 from ..errors import UserError
 from ..tensorflow.variables import load, named
 from ..weights import FILE
-from .artefacts import Predictor
+from .artefacts import Predictor, keras_predictor, writing
 from .model_folder import build_model
 
 FORMATS = ("keras", "h5", "savedmodel", "tflite")
@@ -34,11 +33,8 @@ def export(folder: Path, target: Path, kind: str, precision: str, trusted: Seque
     if precision not in ("fp32", "fp16" if kind == "tflite" else "fp32"):
         raise UserError(f"--precision {precision} is not there for {kind}: of TensorFlow's, tflite alone has fp16")
     model = load_model(folder, trusted)
-    try:
+    with writing(kind):
         _SAVERS[kind](model, target, precision == "fp16")
-    except Exception as error:
-        reason = " ".join(str(error).split())[:300]
-        raise UserError(f"the model cannot be written as {kind} ({reason}): choose another format") from error
 
 
 def converter(model: keras.Model, *, half: bool = False) -> tf.lite.TFLiteConverter:
@@ -60,22 +56,13 @@ _SAVERS: dict[str, Callable[[keras.Model, Path, bool], object]] = {
 
 def predictor(folder: Path, trusted: Sequence[str] = ()) -> Predictor:
     """The model in a folder, to be called as every artefact is."""
-    model = load_model(folder, trusted)
-    call = tf.function(lambda inputs: model(inputs, training=False), reduce_retracing=True)
-    return lambda inputs: np.asarray(call(tf.constant(inputs)), np.float32)
+    return keras_predictor(load_model(folder, trusted))
 
 
 def load_model(folder: str | Path, trusted: Sequence[str] = ()) -> keras.Model:
-    """The model in a folder that `export` made, ready to answer.
+    """The model in a folder that `export` made, ready to answer; see model_folder.build_model().
 
     It takes (n, height, width, channels), or (n, features), already normalized as model.json says.
-
-    Args:
-        folder: The model folder.
-        trusted: Other callables that may be built, as ["keras.applications.ResNet50"]; see trust.check().
-
-    Raises:
-        UserError: if the folder is damaged, names what is not trusted, or its architecture or weights do not fit.
     """
     keras.utils.clear_session(free_memory=False)  # automatic names begin anew, as when it was trained
     model: keras.Model = build_model(Path(folder), trusted)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..errors import UserError
 from ..weights import FILE
-from .artefacts import Floats, Predictor
+from .artefacts import Predictor, torch_predictor, writing
 from .model_folder import build_model, data_shape
 
 FORMATS = ("onnx", "torch_export")
@@ -77,13 +77,8 @@ def write(model: nn.Module, target: Path, shape: Sequence[int], dtype: torch.dty
     with TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-") as temporary, warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # torch's, about itself
         made = Path(temporary, target.name)
-        try:
+        with writing(target.suffix):
             _write(Deployed(model, dtype), made, torch.zeros(2, *shape))
-        except Exception as error:
-            reason = " ".join(str(error).split())[:300]
-            raise UserError(
-                f"the model cannot be written as {target.suffix} ({reason}): choose another format"
-            ) from error
         made.rename(target)
 
 
@@ -108,27 +103,13 @@ def _write_onnx(program: torch.export.ExportedProgram, target: Path) -> None:
 
 def predictor(folder: Path, trusted: Sequence[str] = ()) -> Predictor:
     """The model in a folder, to be called as every artefact is."""
-    model = Deployed(load_model(folder, trusted))
-
-    def predict(inputs: Floats) -> Floats:
-        with torch.inference_mode():
-            logits: Floats = model(torch.from_numpy(inputs)).numpy()
-            return logits
-
-    return predict
+    return torch_predictor(Deployed(load_model(folder, trusted)))
 
 
 def load_model(folder: str | Path, trusted: Sequence[str] = ()) -> nn.Module:
-    """The model in a folder that `export` made, on the CPU, ready to answer.
+    """The model in a folder that `export` made, on the CPU, ready to answer; see model_folder.build_model().
 
     It takes (n, channels, height, width), or (n, features), already normalized as model.json says.
-
-    Args:
-        folder: The model folder.
-        trusted: Other callables that may be built, as ["torchvision.models.resnet18"]; see trust.check().
-
-    Raises:
-        UserError: if the folder is damaged, names what is not trusted, or its architecture or weights do not fit.
     """
     model: nn.Module = build_model(Path(folder), trusted)
     try:

@@ -46,7 +46,7 @@ class Residual(nn.Module):
     def __init__(self, inputs: int, width: int, stride: int) -> None:
         super().__init__()
         outputs = width * self.expansion
-        self.body = self.make_body(inputs, width, stride)
+        self.body = self._make_body(inputs, width, stride)
         same = stride == 1 and inputs == outputs
         self.shortcut = nn.Identity() if same else nn.Sequential(*_convolution(inputs, outputs, 1, stride))
         # Each block starts as the identity (Goyal et al. 2017, section 5.1).
@@ -54,7 +54,7 @@ class Residual(nn.Module):
         nn.init.zeros_(last.weight)
 
     @staticmethod
-    def make_body(inputs: int, width: int, stride: int) -> nn.Sequential:
+    def _make_body(inputs: int, width: int, stride: int) -> nn.Sequential:
         """The layers beside the shortcut, ending in batch-norm."""
         raise NotImplementedError
 
@@ -68,8 +68,7 @@ class BasicBlock(Residual):
     """Two 3 x 3 convolutions."""
 
     @staticmethod
-    def make_body(inputs: int, width: int, stride: int) -> nn.Sequential:
-        """See Residual."""
+    def _make_body(inputs: int, width: int, stride: int) -> nn.Sequential:
         return nn.Sequential(*_convolution(inputs, width, 3, stride), nn.ReLU(), *_convolution(width, width, 3))
 
 
@@ -79,8 +78,7 @@ class Bottleneck(Residual):
     expansion = 4
 
     @staticmethod
-    def make_body(inputs: int, width: int, stride: int) -> nn.Sequential:
-        """See Residual."""
+    def _make_body(inputs: int, width: int, stride: int) -> nn.Sequential:
         first, second = _convolution(inputs, width, 1), _convolution(width, width, 3, stride)
         return nn.Sequential(*first, nn.ReLU(), *second, nn.ReLU(), *_convolution(width, 4 * width, 1))
 

@@ -12,21 +12,16 @@ from keras import layers
 
 from ...export.tensorflow import load_model
 from ...tensorflow.variables import leaves
-from .prune import PRUNABLE
+from .pruning import PRUNABLE
 
 DEPTHWISE = (layers.DepthwiseConv1D, layers.DepthwiseConv2D)
 SEPARABLE = (layers.SeparableConv1D, layers.SeparableConv2D)
 
 
 def count(folder: Path, shape: Sequence[int], trusted: Sequence[str]) -> dict[str, int]:
-    """Parameters, and multiply-accumulates of convolutions and dense layers for one sample.
+    """Parameters, and multiply-accumulates of convolutions and dense layers for one sample of `shape`.
 
     They are counted as a dense runtime does them: a weight of zero is multiplied too.
-
-    Args:
-        folder: A model folder.
-        shape: Of one sample.
-        trusted: As for load_model().
     """
     model = load_model(folder, trusted)
     macs: list[int] = []

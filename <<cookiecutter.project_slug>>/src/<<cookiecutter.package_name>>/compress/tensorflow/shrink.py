@@ -14,13 +14,12 @@ import numpy.typing as npt
 from keras import layers
 
 from ...errors import UserError
+from ..layer_names import select
 from ..low_rank import Matrix, factorize
-from ..masks import smallest_off
-from ..pruning import select
-from .prune import PRUNABLE
+from ..pruning import smallest_off
+from ..wing import Choice
+from .pruning import PRUNABLE
 
-Change = dict[str, Any]
-Choice = tuple[keras.Model, list[Change], list[str]]  # the model with its weights, what changed, remarks
 Ids = npt.NDArray[np.int64]
 Array = npt.NDArray[Any]
 Mask = npt.NDArray[np.bool_]  # of channels: true where one stays

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import operator
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeGuard
 
@@ -21,7 +21,7 @@ from torch.nn import functional
 from ...errors import UserError
 from ...ranks import Communicator
 from ...weights import hash_arrays
-from ..pruning import matched
+from ..layer_names import matched
 
 STEPS = 255  # of an activation, in uint8
 # Of a weight on each side of 0, in int8: 7 bits, since CPUs without VNNI add two products in 16 bits, which overflow
@@ -51,8 +51,11 @@ class FakeQuantize(nn.Module):
 
     @staticmethod
     def merged_buffers(model: nn.Module, communicator: Communicator) -> dict[str, Tensor]:
-        """What a checkpoint has of such buffers, see torch/engine.py."""
-        return merged_ranges(model, communicator)
+        """The widest ranges of all ranks by the names of the buffers, for checkpoints too: see torch/engine.py."""
+        places = [(f"{name}.{end}", getattr(place, end)) for name, place in quantizers(model).items() for end in ENDS]
+        ranks = communicator.gather({name: buffer.cpu().numpy() for name, buffer in places}, "ranges")
+        found = {name: torch.stack([torch.from_numpy(rank[name]) for rank in ranks]) for name, _ in places}
+        return {name: ENDS[name.rpartition(".")[2]](ends) for name, ends in found.items()}
 
     def forward(self, x: Tensor) -> Tensor:
         """The same shape; unrounded while calibrating."""
@@ -97,24 +100,22 @@ def _rounded(weight: Tensor) -> Tensor:
     return rounded
 
 
-class RoundedConv2d(nn.Conv2d):
+class _RoundedConv2d(nn.Conv2d):
     """A convolution whose weight is rounded in each call."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """See Conv2d."""
         result: Tensor = self._conv_forward(x, _rounded(self.weight), self.bias)
         return result
 
 
-class RoundedLinear(nn.Linear):
+class _RoundedLinear(nn.Linear):
     """A dense layer whose weight is rounded in each call."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """See Linear."""
         return functional.linear(x, _rounded(self.weight), self.bias)
 
 
-ROUNDED: dict[type[nn.Module], type[nn.Module]] = {nn.Conv2d: RoundedConv2d, nn.Linear: RoundedLinear}
+ROUNDED: dict[type[nn.Module], type[nn.Module]] = {nn.Conv2d: _RoundedConv2d, nn.Linear: _RoundedLinear}
 
 
 def prepare(model: nn.Module, skip: Sequence[str] = ()) -> fx.GraphModule:
@@ -183,30 +184,11 @@ def merge_ranges(model: nn.Module, communicator: Communicator) -> None:
         RuntimeError: if the ranks' models differ.
     """
     buffers = dict(model.named_buffers())
-    for name, end in merged_ranges(model, communicator).items():
+    for name, end in FakeQuantize.merged_buffers(model, communicator).items():
         buffers[name].copy_(end)
     check_ranges(model)
     arrays = (tensor.detach().cpu().numpy() for tensor in model.state_dict().values())
     communicator.check_equal(hash_arrays(arrays), "quantized weights and ranges")
-
-
-def merged_ranges(model: nn.Module, communicator: Communicator) -> dict[str, Tensor]:
-    """The widest ranges of all ranks, by the names of the buffers; none, and no collective, if it does not round."""
-    names = [f"{place}.{end}" for place in quantizers(model) for end in ENDS]
-    if not names:
-        return {}
-    buffers = dict(model.named_buffers())
-    ranks = communicator.gather({name: buffers[name].cpu().numpy() for name in names}, "ranges")
-    return widest(model, [{name: torch.from_numpy(end) for name, end in ranges.items()} for ranges in ranks])
-
-
-def widest(model: nn.Module, ranks: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """The lowest and highest ends of ranges among the buffers of all ranks."""
-    return {
-        f"{place}.{end}": choose(torch.stack([rank[f"{place}.{end}"] for rank in ranks]))
-        for place in quantizers(model)
-        for end, choose in ENDS.items()
-    }
 
 
 def check_ranges(model: nn.Module) -> None:

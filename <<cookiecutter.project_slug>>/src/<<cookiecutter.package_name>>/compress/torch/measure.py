@@ -14,14 +14,9 @@ from ...export.torch import Deployed, load_model
 
 
 def count(folder: Path, shape: Sequence[int], trusted: Sequence[str]) -> dict[str, int]:
-    """Parameters, and multiply-accumulates of convolutions, linear layers and attention for one sample.
+    """Parameters, and multiply-accumulates of convolutions, linear layers and attention, for one sample of `shape`.
 
     They are counted as a dense runtime does them: a weight of zero is multiplied too.
-
-    Args:
-        folder: A model folder.
-        shape: Of one sample, channels last.
-        trusted: As for load_model().
     """
     model = load_model(folder, trusted)
     with torch.no_grad(), _plain_attention(), FlopCounterMode(display=False) as counter:

@@ -14,11 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import UserError
+from ..layer_names import select
 from ..low_rank import Matrix, factorize
-from ..pruning import select
-
-Change = dict[str, Any]
-Choice = tuple[nn.Module, list[Change], list[str]]  # the model with its weights, what changed, remarks
+from ..wing import Choice
 
 WIDTHS: dict[type[nn.Module], tuple[str, ...]] = {
     nn.Conv1d: ("in_channels", "out_channels", "groups"),
@@ -164,7 +162,7 @@ def _named(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return list(model.named_modules())
 
 
-def low_rank(model: nn.Module, options: Any, inputs: Tensor, classes: int) -> Choice:
+def low_rank(model: nn.Module, options: Any) -> Choice:
     """Factor convolutions and linear layers; see low_rank.factorize.
 
     A k x k convolution becomes one of `rank` channels and a 1 x 1 one. A layer that would not get smaller stays.
@@ -172,8 +170,6 @@ def low_rank(model: nn.Module, options: Any, inputs: Tensor, classes: int) -> Ch
     Args:
         model: On the CPU; it is changed.
         options: compress: rank or energy; layers, skip.
-        inputs: Not looked at.
-        classes: Not looked at.
     """
     layers = {name: module for name, module in model.named_modules() if isinstance(module, nn.Conv2d | nn.Linear)}
     pairs, remarks = factorize({name: _matrix(layer) for name, layer in layers.items()}, options)

@@ -10,22 +10,20 @@ import tensorflow as tf
 
 from ...tensorflow.variables import copies, leaves, named
 from ...weights import hash_arrays
-from .. import distillation
+from ..distillation import Distillation
 
 
-class Distillation(distillation.Distillation):
-    """See distillation.Distillation."""
+class TensorFlowDistillation(Distillation):
+    """With other calls of the layers of `features`, since Keras has no hooks."""
 
     def fingerprint(self) -> str:
-        """See Hooks; a teacher by _target_ may have got other weights on each rank."""
+        """Of the teacher: one by _target_ may have got other weights on each rank."""
         return hash_arrays(copies(named(self._teacher)).values())
 
-    def layers(self, model: keras.Model) -> Mapping[str, Any]:
-        """See distillation.Distillation, as the rest."""
+    def _layers(self, model: keras.Model) -> Mapping[str, Any]:
         return {layer.name: layer for layer in leaves(model)}
 
-    def listen(self, layer: Any) -> Callable[[], tf.Tensor]:
-        """By another call(), since Keras has no hooks."""
+    def _outputs(self, layer: Any) -> Callable[[], tf.Tensor]:
         last: list[tf.Tensor] = []
         call = layer.call
 
@@ -36,19 +34,16 @@ class Distillation(distillation.Distillation):
         layer.call = keep
         return lambda: tf.cast(last[0], tf.float32)
 
-    def divergence(self, inputs: tf.Tensor, outputs: tf.Tensor) -> tf.Tensor:
-        """Of logits (n, classes)."""
+    def _divergence(self, inputs: tf.Tensor, outputs: tf.Tensor) -> tf.Tensor:
         answers = tf.stop_gradient(tf.cast(self._teacher(inputs, training=False), tf.float32))
         wanted = tf.nn.log_softmax(answers / self._temperature)
         given = tf.nn.log_softmax(outputs / self._temperature)
         return tf.reduce_sum(tf.exp(wanted) * (wanted - given))
 
-    def value_difference(self, have: tf.Tensor, want: tf.Tensor) -> tf.Tensor:
-        """Of (n, ...)."""
+    def _value_difference(self, have: tf.Tensor, want: tf.Tensor) -> tf.Tensor:
         return tf.reduce_sum(tf.reduce_mean(_flat(tf.square(have - tf.stop_gradient(want))), axis=1))
 
-    def attention_difference(self, have: tf.Tensor, want: tf.Tensor) -> tf.Tensor:
-        """Of (n, ..., channels)."""
+    def _attention_difference(self, have: tf.Tensor, want: tf.Tensor) -> tf.Tensor:
         return tf.reduce_sum(tf.square(_attention(have) - tf.stop_gradient(_attention(want))))
 
 

@@ -18,7 +18,7 @@ from ...export.artefacts import Floats
 from ...export.model_folder import data_shape
 from ...export.torch import PRECISIONS, channels_first, load_model, write
 from ...ranks import Communicator
-from ..calibration import check_method, checked, count_samples
+from ..quantization import check_method
 from .fake_quantize import (
     ROUNDED,
     WEIGHT_STEPS,
@@ -39,65 +39,41 @@ from .fake_quantize import (
 INT8 = (".onnx",)
 METHODS = {"static": INT8, "dynamic": INT8, "weight_only": INT8, "fp16": (".onnx", ".pt2"), "bf16": (".pt2",)}
 
-Report = dict[str, Any]
 
+class TorchQuantizer:
+    """See wing.Quantizer. For `static` the model is prepared to be calibrated.
 
-def post_training(
-    folder: Path,
-    target: Path,
-    method: str,
-    calibration: Iterable[Floats],
-    communicator: Communicator,
-    skip: Sequence[str] = (),
-    trusted: Sequence[str] = (),
-) -> Report:
-    """Quantize a trained model without training; all ranks call it, rank 0 writes.
-
-    Args:
-        folder: A model folder.
-        target: The artefact to write: .onnx, or .pt2 for fp16 and bf16.
-        method: static (int8 weights and activations) | dynamic (int8 weights in dense layers, their inputs by the range
-            of each call) | weight_only (int8 weights, computes in float32: smaller, not faster) | fp16 | bf16.
-        calibration: This rank's batches for `static`, each (n, *data.shape), normalized; may be empty on some ranks.
-        communicator: The ranks.
-        skip: Layers, or patterns of their names, that stay in float32.
-        trusted: As for load_model().
-
-    Returns:
-        What convert() returns, and `calibration_samples`, how many all ranks saw.
-
-    Raises:
-        UserError: if the method does not exist for the target, or the data cannot calibrate the model.
+    The methods: static (int8 weights and activations) | dynamic (int8 weights in dense layers, their inputs by the
+    range of each call) | weight_only (int8 weights, computes in float32: smaller, not faster) | fp16 | bf16.
     """
-    communicator.on_writer(lambda: check_method(method, target, METHODS), "target")
-    model = communicator.together(lambda: load_model(folder, trusted), "model")
-    shape = data_shape(folder)
-    if method != "static":
-        report = communicator.on_writer(lambda: _convert_unprepared(model, target, shape, method, skip), "convert")
-        return {**report, "calibration_samples": 0}
-    prepared = communicator.together(lambda: prepare(model, skip), "prepare")
-    samples = _calibrate(prepared, calibration, shape, communicator)
-    report = communicator.on_writer(lambda: convert(prepared, target, shape, skip), "convert")
-    return {**report, "calibration_samples": samples}
 
+    def __init__(self, folder: Path, method: str, skip: Sequence[str] = (), trusted: Sequence[str] = ()) -> None:
+        model = load_model(folder, trusted)
+        self._model = prepare(model, skip) if method == "static" else model
+        self._shape, self._method, self._skip = data_shape(folder), method, skip
 
-def _calibrate(model: nn.Module, batches: Iterable[Floats], shape: Sequence[int], communicator: Communicator) -> int:
-    """Widen the ranges over all ranks' batches; returns how many samples there were."""
-
-    def observe() -> int:
+    def observe(self, batches: Iterable[Floats]) -> int:
+        """Widen the ranges."""
         seen = 0
-        with calibrating(model), torch.no_grad():
-            for batch in checked(batches, shape):
-                model(channels_first(torch.from_numpy(batch)))
+        with calibrating(self._model), torch.no_grad():
+            for batch in batches:
+                self._model(channels_first(torch.from_numpy(batch)))
                 seen += len(batch)
         return seen
 
-    samples = count_samples(communicator.together(observe, "calibrate"), communicator)
-    merge_ranges(model, communicator)
-    return samples
+    def merge(self, communicator: Communicator) -> None:
+        """Give every rank the widest ranges."""
+        merge_ranges(self._model, communicator)
+
+    def convert(self, target: Path) -> dict[str, Any]:
+        """As .onnx, or .pt2."""
+        if self._method in ("static", "qat"):
+            assert isinstance(self._model, fx.GraphModule)
+            return convert(self._model, target, self._shape, self._skip)
+        return _convert_unprepared(self._model, target, self._shape, self._method, self._skip)
 
 
-def convert(model: fx.GraphModule, target: Path, shape: Sequence[int], skip: Sequence[str] = ()) -> Report:
+def convert(model: fx.GraphModule, target: Path, shape: Sequence[int], skip: Sequence[str] = ()) -> dict[str, Any]:
     """Write a prepared model whose ranges are known as .onnx, in int8; one process does it.
 
     Args:
@@ -120,9 +96,9 @@ def convert(model: fx.GraphModule, target: Path, shape: Sequence[int], skip: Seq
     for node in made.graph.nodes:
         if is_call(node, made, *ROUNDED.values()):
             scale, _ = module_of(node.args[0], made).scale()
-            made.set_submodule(str(node.target), Int8Layer(module_of(node, made), scale))
+            made.set_submodule(str(node.target), _Int8Layer(module_of(node, made), scale))
     for name, place in quantizers(made).items():
-        made.set_submodule(name, Rounding(place))
+        made.set_submodule(name, _Rounding(place))
     write(made, target, shape)
     return _report(made, skipped)
 
@@ -138,7 +114,7 @@ def _fold_batch_norms(model: fx.GraphModule) -> None:
 
 def _convert_unprepared(
     model: nn.Module, target: Path, shape: Sequence[int], method: str, skip: Sequence[str]
-) -> Report:
+) -> dict[str, Any]:
     """What needs no calibration, and so no trace of the model."""
     skipped = skipped_layers(model, skip)
     if method in PRECISIONS:
@@ -146,7 +122,7 @@ def _convert_unprepared(
             raise UserError(f"compress.skip={skip[0]} has no meaning for {method}: it is for the whole model")
         write(model, target, shape, PRECISIONS[method])
         return {"quantized": [name for name, _ in _weighted(model)], "fp32": {}}
-    kinds, form = (ROUNDED, Int8Layer) if method == "weight_only" else ((nn.Linear,), DynamicLinear)
+    kinds, form = (ROUNDED, _Int8Layer) if method == "weight_only" else ((nn.Linear,), _DynamicLinear)
     for name, layer in list(model.named_modules()):
         if type(layer) in kinds and name not in skipped:
             model.set_submodule(name, form(layer))
@@ -156,12 +132,12 @@ def _convert_unprepared(
 
 def _weighted(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """The modules that hold weights themselves."""
-    found = [(name, module) for name, module in model.named_modules() if not isinstance(module, Rounding)]
-    return [item for item in found if [*item[1].parameters(recurse=False)] or isinstance(item[1], Int8Layer)]
+    found = [(name, module) for name, module in model.named_modules() if not isinstance(module, _Rounding)]
+    return [item for item in found if [*item[1].parameters(recurse=False)] or isinstance(item[1], _Int8Layer)]
 
 
-def _report(model: nn.Module, skip: Sequence[str], method: str = "static") -> Report:
-    quantized = [name for name, layer in _weighted(model) if isinstance(layer, Int8Layer)]
+def _report(model: nn.Module, skip: Sequence[str], method: str = "static") -> dict[str, Any]:
+    quantized = [name for name, layer in _weighted(model) if isinstance(layer, _Int8Layer)]
     others = {name: layer for name, layer in _weighted(model) if name not in quantized}
     return {
         "quantized": quantized,
@@ -179,7 +155,7 @@ def _reason(name: str, layer: nn.Module, skip: Sequence[str], method: str) -> st
     return f"{type(layer).__name__} is not quantized"
 
 
-class Int8Layer(nn.Module):
+class _Int8Layer(nn.Module):
     """A layer with its weight in int8, and with the scale of its input its bias in int32: all that int8 kernels need.
 
     It is written in terms of ONNX' operators, and computes only there.
@@ -210,7 +186,7 @@ class Int8Layer(nn.Module):
         self.layer._parameters = {}
 
     def forward(self, x: Tensor) -> Tensor:
-        """As the layer, with its weight and bias made float first; the runtime merges that."""
+        # Weight and bias are made float first; the runtime merges that.
         weight, bias = _dequantize(self.weight, self.scale, self.zero, axis=0), self.bias
         if bias is not None and self.bias_scale is not None:
             bias = _dequantize(bias, self.bias_scale, axis=0)
@@ -219,11 +195,10 @@ class Int8Layer(nn.Module):
         return functional.linear(x, weight, bias)
 
 
-class DynamicLinear(Int8Layer):
+class _DynamicLinear(_Int8Layer):
     """A dense layer that multiplies int8 by int8; its input is quantized by the range that it has in each call."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """As the layer."""
         one = torch.Size(())
         rounded, scale, zero = symbolic_multi_out(
             "DynamicQuantizeLinear", (x,), dtypes=(torch.uint8, torch.float32, torch.uint8), shapes=(x.shape, one, one)
@@ -234,7 +209,7 @@ class DynamicLinear(Int8Layer):
         return result if self.bias is None else result + self.bias
 
 
-class Rounding(nn.Module):
+class _Rounding(nn.Module):
     """What FakeQuantize does, as ONNX' pair of operators."""
 
     scale: Tensor
@@ -247,7 +222,6 @@ class Rounding(nn.Module):
         self.register_buffer("zero", zero.to(torch.uint8))
 
     def forward(self, x: Tensor) -> Tensor:
-        """The same shape."""
         rounded = symbolic("QuantizeLinear", (x, self.scale, self.zero), dtype=torch.uint8, shape=x.shape)
         return _dequantize(rounded, self.scale, self.zero)
 

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ...weights import hash_arrays
-from .. import distillation
+from ..distillation import Distillation
 
 
-class Distillation(distillation.Distillation):
-    """See distillation.Distillation."""
+class TorchDistillation(Distillation):
+    """With hooks at the layers of `features`."""
 
     places = slice(2, None)
 
@@ -22,15 +22,13 @@ class Distillation(distillation.Distillation):
         super().__init__(teacher.eval().requires_grad_(False), student, options)
 
     def fingerprint(self) -> str:
-        """See Hooks; a teacher by _target_ may have got other weights on each rank."""
+        """Of the teacher: one by _target_ may have got other weights on each rank."""
         return hash_arrays(tensor.detach().cpu().numpy() for tensor in self._teacher.state_dict().values())
 
-    def layers(self, model: nn.Module) -> Mapping[str, nn.Module]:
-        """See distillation.Distillation, as the rest."""
+    def _layers(self, model: nn.Module) -> Mapping[str, nn.Module]:
         return {name: layer for name, layer in model.named_modules() if name}
 
-    def listen(self, layer: nn.Module) -> Callable[[], Tensor]:
-        """By a hook."""
+    def _outputs(self, layer: nn.Module) -> Callable[[], Tensor]:
         last: list[Tensor] = []
 
         def keep(layer: nn.Module, inputs: Any, output: Tensor) -> None:
@@ -39,20 +37,17 @@ class Distillation(distillation.Distillation):
         layer.register_forward_hook(keep)
         return lambda: last[0].float()
 
-    def divergence(self, inputs: Tensor, outputs: Tensor) -> Tensor:
-        """Of logits (n, classes)."""
+    def _divergence(self, inputs: Tensor, outputs: Tensor) -> Tensor:
         with torch.no_grad():
             answers = self._teacher(inputs)
         wanted = functional.log_softmax(answers.float() / self._temperature, dim=1)
         given = functional.log_softmax(outputs.float() / self._temperature, dim=1)
         return functional.kl_div(given, wanted, reduction="sum", log_target=True)
 
-    def value_difference(self, have: Tensor, want: Tensor) -> Tensor:
-        """Of (n, ...)."""
+    def _value_difference(self, have: Tensor, want: Tensor) -> Tensor:
         return (have - want).square().flatten(1).mean(dim=1).sum()
 
-    def attention_difference(self, have: Tensor, want: Tensor) -> Tensor:
-        """Of (n, channels, ...)."""
+    def _attention_difference(self, have: Tensor, want: Tensor) -> Tensor:
         return (_attention(have) - _attention(want)).square().sum()
 
 
