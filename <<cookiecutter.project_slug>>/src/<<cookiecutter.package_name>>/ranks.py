@@ -142,8 +142,8 @@ class Communicator:
             RuntimeError: on all ranks, for any other failure.
         """
         result, mine = _attempt(step)
-        reports = self.gather(mine, name)
-        _raise(_one_sentence(reports), [report for report in reports if report])
+        failures = self.gather(mine, name)
+        _raise(_one_sentence(failures), [failure for failure in failures if failure])
         return result  # type: ignore[return-value]
 
     def on_writer(self, step: Callable[[], T], name: str) -> T:
@@ -161,9 +161,9 @@ class Communicator:
             answer = self.broadcast(work.result() if work and done else None, name)
             if answer is not None:
                 break
-        result, report = answer
-        if report:
-            _raise(report["sentence"], [report])
+        result, failure = answer
+        if failure:
+            _raise(failure["sentence"], [failure])
         return result  # type: ignore[return-value]
 
     def check_equal(self, value: str, what: str) -> None:
@@ -284,32 +284,32 @@ def _first_variable(names: tuple[str, ...]) -> str | None:
     return next((os.environ[name] for name in names if os.environ.get(name)), None)
 
 
-class _Report(TypedDict):
+class _StepError(TypedDict):
     """Why a rank could not do its step, and whether that is the user's to mend."""
 
     sentence: str
     user: bool
 
 
-def _attempt(step: Callable[[], T]) -> tuple[T | None, _Report | None]:
+def _attempt(step: Callable[[], T]) -> tuple[T | None, _StepError | None]:
     try:
         return step(), None
     except Exception as error:
         log.exception("failed")
         sentence = user_sentence(error)
-        return None, _Report(sentence=sentence or f"{type(error).__name__}: {error}", user=sentence is not None)
+        return None, _StepError(sentence=sentence or f"{type(error).__name__}: {error}", user=sentence is not None)
 
 
-def _raise(sentence: str, reports: list[_Report]) -> None:
-    if reports and all(report["user"] for report in reports):
+def _raise(sentence: str, failures: list[_StepError]) -> None:
+    if failures and all(failure["user"] for failure in failures):
         raise UserError(sentence, agreed=True)
-    if reports:
+    if failures:
         raise RuntimeError(sentence)
 
 
-def _one_sentence(reports: list[_Report | None]) -> str:
+def _one_sentence(failures: list[_StepError | None]) -> str:
     """The sentence itself if all ranks say the same, else each failing rank's with its number."""
-    sentences = [report["sentence"] if report else None for report in reports]
+    sentences = [failure["sentence"] if failure else None for failure in failures]
     if len(set(sentences)) == 1:
         return str(sentences[0])
     return "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(sentences) if text)

@@ -10,14 +10,14 @@ from ..checkpoints.ownership import run_lock
 from ..errors import UserError
 from ..launch.hosts import Host
 from ..launch.network import Interface, Network, choose_network
-from .probe import Report
+from .probe import HostReport
 from .survey import HERE, Survey
 
 MAX_SKEW_S = 5.0
 MIN_SHM = 10**9  # bytes: what the workers of one data loader need
 MIN_FREE = 10**9  # bytes: for some checkpoints
 
-Reports = Mapping[str, Report]
+Reports = Mapping[str, HostReport]
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def _versions(reports: Reports, package: str) -> dict[str, str]:
     return {host: report.versions.get(package, "none") for host, report in reports.items()}
 
 
-def _code(report: Report) -> str:
+def _code(report: HostReport) -> str:
     commit = f"commit {report.commit[:8]}{'+' if report.dirty else ''}, " if report.commit else ""
     return f"{commit}sources {report.code}"
 

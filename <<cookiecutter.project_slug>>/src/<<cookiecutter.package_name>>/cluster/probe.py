@@ -33,7 +33,7 @@ ALLREDUCE_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True)
-class Report:
+class HostReport:
     """A host as the ranks on it will find it: no framework was imported for this.
 
     `code` is a hash of this package's sources, `reached` the address that ssh connected to if it did, `cuda` what the
@@ -84,7 +84,7 @@ def main() -> None:
             print(json.dumps(unreachable(json.loads(line))), flush=True)
 
 
-def report(folder: Path, wanted: str | None, port: int) -> Report:
+def report(folder: Path, wanted: str | None, port: int) -> HostReport:
     """Look at this host."""
     from ..checkpoints.provenance import describe
 
@@ -92,7 +92,7 @@ def report(folder: Path, wanted: str | None, port: int) -> Report:
     gpus = count_gpus()
     memlock = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     place = nearest(folder)
-    return Report(
+    return HostReport(
         hostname=about["host"],
         python=about["python"],
         code=hash_sources(Path(__file__).parents[1]),

@@ -19,7 +19,7 @@ from typing import TypeVar
 from ..errors import UserError
 from ..launch.network import is_here
 from ..launch.ssh import remote, ssh_command
-from .probe import Report
+from .probe import HostReport
 
 PACKAGE = __package__.partition(".")[0]
 T = TypeVar("T")
@@ -54,7 +54,7 @@ class Answer:
     `connected_s` is how long ssh took, `ahead_s` by how much its clock is ahead of this machine's.
     """
 
-    report: Report | None = None
+    report: HostReport | None = None
     connected_s: float = 0.0
     ahead_s: float = 0.0
     check: str = ""
@@ -93,7 +93,7 @@ class Survey:
                     session.kill()
                 raise
 
-    def reports(self) -> dict[str, Report]:
+    def reports(self) -> dict[str, HostReport]:
         """The reports of the hosts that gave one."""
         return {host: answer.report for host, answer in self.answers.items() if answer.report}
 
@@ -168,7 +168,7 @@ class _Session:
         line = self._line()
         received = time.time()
         try:
-            report = Report(**json.loads(line))
+            report = HostReport(**json.loads(line))
         except ValueError:
             return self._failure(connected=True)
         except TypeError:
