@@ -34,7 +34,7 @@ def main() -> int:
     """Measure, print, judge."""
     options = _options()
     store_module = _load(options.package, "checkpoints.store")
-    saver_module = _load(options.package, "saver")
+    saving_module = _load(options.package, "saving")
     data = memoryview(os.urandom(options.megabytes * 1_000_000))
     copy = bytearray(data)  # of the engine's, which keeps its memory between snapshots
     seconds: dict[str, list[float]] = {}
@@ -51,16 +51,16 @@ def main() -> int:
 
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         plain, store = Path(folder, "plain"), store_module.Store(Path(folder, "store"))
-        saver = saver_module.Saver(store)
+        publisher = saving_module.Publisher(store)
         for _ in range(options.repeats):
             writes = {
                 "plain write": lambda: _write_plain(plain, data),
                 "publish": lambda: store.publish(1, _writer(data), {}),
-                "stand still": lambda: saver.save(2, snapshot, {}),
+                "stand still": lambda: publisher.save(2, snapshot, {}),
             }
             for name in random.sample(list(writes), len(writes)):
                 measure(name, writes[name])
-                saver.close()
+                publisher.close()
             checkpoint = store.find(1)
             _forget(plain, *checkpoint.folder.iterdir())
             measure("plain read", lambda: _read(plain))

@@ -80,19 +80,20 @@ def check_training(communicator: Communicator, *overrides: str) -> None:
     assert after.correct > 250
 
 
-def check_snapshot(communicator: Communicator, folder: Path, draw: Callable[[], Any], *overrides: str) -> None:
-    """A snapshot is of its own moment and restores everything; `draw` takes random numbers of the framework."""
+def check_states(communicator: Communicator, folder: Path, draw: Callable[[], Any], *overrides: str) -> None:
+    """The states are of their own moment and hold everything; `draw` takes random numbers of the framework."""
     engine, splits = make(communicator, "optimizer=adamw", *overrides)
     train(engine, splits)
-    part = engine.rank_state().copy()
-    write = engine.snapshot(engine.statistics())
+    own = engine.rank_state().copy()
+    write = engine.shared_state(engine.statistics())
     saved, numbers = engine.fingerprint(), (np.random.rand(3), np.array(draw()))
     train(engine, splits)
     write(folder)
-    part.tofile(rank_file(folder, 0))
+    own.tofile(rank_file(folder, 0))
     later = engine.fingerprint()
     other, _ = make(communicator, "optimizer=adamw", "seed=5", *overrides)
-    other.restore(folder, rank=0)
+    other.load_shared_state(folder)
+    other.load_rank_state(rank_file(folder, 0))
     assert other.fingerprint() == saved != later
     assert np.array_equal(np.random.rand(3), numbers[0])
     assert np.array_equal(draw(), numbers[1])

@@ -1,6 +1,8 @@
 """Each engine on one rank: what a step does to the weights, what it refuses."""
 
 import math
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -8,9 +10,11 @@ import pytest
 from engine_helpers import GOOD, MIXED, POISON, RATE, buffers, check_training, make, same, step, train, weights
 from jobs import choices, compose_config
 
-from << cookiecutter.package_name >>.engine import rank_file
+from << cookiecutter.package_name >>.engine import Sums, rank_file
 from << cookiecutter.package_name >>.errors import UserError
+from << cookiecutter.package_name >>.progress import State
 from << cookiecutter.package_name >>.ranks import Communicator, open_communicator
+from << cookiecutter.package_name >>.resume import Start, restore
 
 
 @pytest.fixture
@@ -97,19 +101,28 @@ def test_a_poisoned_model_is_never_saved(communicator: Communicator) -> None:
     step(engine, POISON, range(4))
     assert math.isnan(engine.train_sums().loss)
     with pytest.raises(UserError, match="not finite and were not saved"):
-        engine.snapshot(engine.statistics())
+        engine.shared_state(engine.statistics())
 
 
 def test_a_rank_reads_its_own_file_alone(communicator: Communicator, tmp_path: Path) -> None:
     engine, _ = make(communicator)
-    engine.snapshot(engine.statistics())(tmp_path)
+    engine.shared_state(engine.statistics())(tmp_path)
+    saved = State(samples=32, global_batch=8, world_size=communicator.size)
+    start = Start(tmp_path, saved, saved, [])
     with pytest.raises(UserError, match=r"rank-0.state is not there: .* start from its weights with weights_from"):
-        engine.restore(tmp_path, rank=0)
+        restore(communicator, engine, start)
+    step(engine, GOOD, range(4))
     engine.rank_state().tofile(rank_file(tmp_path, 0))
+    sums = engine.train_sums()
     rank_file(tmp_path, 1).write_bytes(b"no state")
-    engine.restore(tmp_path, rank=0)
+    restore(communicator, engine, start)
+    assert engine.train_sums() == sums
+    more = replace(start, saved=replace(saved, world_size=2))
     with pytest.raises(UserError, match=r"rank-1.state"):
-        engine.restore(tmp_path, rank=None)
+        restore(communicator, engine, more)
+    shutil.copy(rank_file(tmp_path, 0), rank_file(tmp_path, 1))
+    restore(communicator, engine, more)
+    assert engine.train_sums() == Sums(2 * sums.loss, count=2 * sums.count)
 
 
 FIRST = {
@@ -120,10 +133,9 @@ FIRST = {
 
 def test_a_checkpoint_of_another_model_is_refused(engine: str, communicator: Communicator, tmp_path: Path) -> None:
     trained, _ = make(communicator)
-    trained.snapshot(trained.statistics())(tmp_path)
-    trained.rank_state().tofile(rank_file(tmp_path, 0))
+    trained.shared_state(trained.statistics())(tmp_path)
     other, _ = make(communicator, "model.width=8")
     before = other.fingerprint()
     with pytest.raises(UserError, match=rf"another model: .* {FIRST[engine]}"):
-        other.restore(tmp_path, rank=0)
+        other.load_shared_state(tmp_path)
     assert other.fingerprint() == before

@@ -6,7 +6,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from engine_helpers import GOOD, RATE, check_snapshot, check_training, make, step, train, weights
+from engine_helpers import GOOD, RATE, check_states, check_training, make, step, train, weights
 from hydra.utils import instantiate
 from jobs import choices, compose_config
 
@@ -78,13 +78,13 @@ def test_variants_train(communicator: Communicator, overrides: list[str]) -> Non
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
-def test_the_snapshot_is_of_its_own_moment_and_restores_everything(
+def test_the_states_are_of_their_own_moment_and_hold_everything(
     communicator: Communicator, tmp_path: Path, precision: str
 ) -> None:
     def draw() -> tf.Tensor:
         return tf.random.get_global_generator().uniform((3,))
 
-    check_snapshot(communicator, tmp_path, draw, f"precision={precision}")
+    check_states(communicator, tmp_path, draw, f"precision={precision}")
 
 
 def test_a_gpu_is_missed(communicator: Communicator) -> None:

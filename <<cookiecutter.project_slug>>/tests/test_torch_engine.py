@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from engine_helpers import RATE, check_snapshot, check_training, make, train, weights
+from engine_helpers import RATE, check_states, check_training, make, train, weights
 from hydra.utils import instantiate
 from jobs import RANKS, choices, compose_config, run_ranks
 
@@ -79,5 +79,5 @@ def test_variants_train(communicator: Communicator, overrides: list[str]) -> Non
     check_training(communicator, *overrides)
 
 
-def test_the_snapshot_is_of_its_own_moment_and_restores_everything(communicator: Communicator, tmp_path: Path) -> None:
-    check_snapshot(communicator, tmp_path, lambda: torch.rand(3))
+def test_the_states_are_of_their_own_moment_and_hold_everything(communicator: Communicator, tmp_path: Path) -> None:
+    check_states(communicator, tmp_path, lambda: torch.rand(3))

@@ -51,7 +51,7 @@ def test_a_resume_with_another_compression_begins_anew(monkeypatch: pytest.Monke
     for reducer in reducers:
         for other in reducers:
             before = str(reducer.compressor.state())
-            reducer.restore(other.state())
+            reducer.load_state(other.state())
             assert str(reducer.compressor.state()) == before
 
 
@@ -62,7 +62,7 @@ def test_a_compressor_of_ones_own_is_named_in_the_config(monkeypatch: pytest.Mon
     check_options(config)
     engine: Any = open_engine(config, open_communicator("torch"))
     assert type(engine.reducer.compressor).__name__ == "Halves"
-    engine.reducer.restore(engine.reducer.state())
+    engine.reducer.load_state(engine.reducer.state())
     own = engine.reducer.compressor
     for value, finite in ((1.0, True), (1e9, False), (1.0, True)):  # too large for fp16 once, and then no more
         for gradient in (parameter.grad.fill_(value) for parameter in engine.model.parameters()):

@@ -20,6 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from my_training.assemble import open_cadence
 from my_training.checkpoints.manifest import seal
+from my_training.checkpoints.mirror import Remote
 from my_training.checkpoints.ownership import (
     COMPRESSION,
     TRAINING,
@@ -34,7 +35,7 @@ from my_training.export.command import export
 from my_training.options import check_options
 from my_training.progress import State, read_state
 from my_training.ranks import _check_writable
-from my_training.resume import plan_from
+from my_training.resume import read_start
 from my_training.sampler import Position
 from my_training.train import train
 
@@ -110,22 +111,39 @@ def test_the_end_of_patience_is_said(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert run_here(tmp_path / "run", *patient, "patience=2").position.epoch > 2
 
 
+def test_a_finished_run_gives_its_mirror_what_it_lacks(tmp_path: Path) -> None:
+    mirror = tmp_path / "mirror"
+    options = ("epochs=2", f"checkpoint.mirror=file://{mirror}")
+    run_here(tmp_path / "run", *options)
+    there = Remote(f"file://{mirror}").names()
+    assert there
+    shutil.rmtree(mirror)
+    run_here(tmp_path / "run", *options)
+    assert Remote(f"file://{mirror}").names()[-1] == there[-1]
+
+
 # The global batch
 
 
 def test_an_inherited_global_batch_stays(finished: Path, tmp_path: Path) -> None:
     """2 ranks, then 3, 3 and 2 again, each with the options of the first."""
-    config, start = compose_config(*SMALL), Store(finished / "checkpoints").newest_good()
+    start = Store(finished / "checkpoints").newest_good()
     assert start
+
+    def planned(saved: State, ranks: int, *overrides: str) -> State:
+        config = compose_config(*SMALL, *overrides)
+        OmegaConf.resolve(config)
+        fresh = replace(saved, world_size=ranks, global_batch=64 * ranks)
+        return read_start(tmp_path, fresh, config, open_cadence(config)).state
+
     saved = replace(read_state(start.folder), global_batch=128, world_size=2)
     for ranks in (3, 3, 2):
         (tmp_path / "config.yaml").write_bytes((start.folder / "config.yaml").read_bytes())
         saved.write(tmp_path)
-        saved = plan_from(tmp_path, replace(saved, world_size=ranks, global_batch=64 * ranks), config)
+        saved = planned(saved, ranks)
         assert (saved.global_batch, saved.world_size) == (128, ranks)
     for change in ("data.global_batch=192", "data.batch_size=64", "horovod.accumulation=2"):
-        fresh = replace(saved, global_batch=192)
-        assert plan_from(tmp_path, fresh, compose_config(*SMALL, change)).global_batch == 192
+        assert planned(saved, 3, "epochs=9", change).global_batch == 192
 
 
 def test_a_global_batch_that_is_left_out_stays_in_silence(tmp_path: Path) -> None:

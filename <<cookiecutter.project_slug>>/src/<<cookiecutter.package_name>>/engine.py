@@ -1,4 +1,9 @@
-"""The protocol that a framework wing implements; the loop knows nothing else of a framework."""
+"""The protocol that a framework wing implements; the loop knows nothing else of a framework.
+
+What a run needs to go on is asked of each part in one way: state() gives it, as it is now; load_state() goes on from
+it. So do hooks, reducers, compressors and, as seeds.host_state(), random generators. An engine puts together two
+states, which it writes and reads as files of its framework: `shared` is the same on all ranks, `rank` each one's own.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +19,8 @@ from .data import Dataset
 from .errors import UserError
 from .ranks import Bytes, Communicator
 from .sampler import Indices, Share
+
+HOOKS = "hooks.safetensors"  # the file of Hooks.state()
 
 NO_RANK = (
     "{} is not there: another version of this project made the checkpoint, or model.fit did; start from its weights"
@@ -51,8 +58,8 @@ class Hooks:
         """What a resumed run needs; the same on every rank."""
         return {}
 
-    def restore(self, state: dict[str, npt.NDArray[Any]]) -> None:
-        """Go on from what state() gave."""
+    def load_state(self, state: dict[str, npt.NDArray[Any]]) -> None:
+        """Go on from what state() gave; the engine has its weights already."""
 
 
 class Engine(Protocol):
@@ -73,17 +80,23 @@ class Engine(Protocol):
     def evaluate(self, dataset: Dataset, batches: Iterable[Indices]) -> Sums:
         """Loss, correct answers and count over this rank's batches, with batch-norm statistics of all ranks."""
 
-    def rank_state(self) -> Bytes:
-        """What differs between ranks and a resumed run needs, as a file: random generators, local statistics."""
-
     def statistics(self) -> dict[str, Any]:
         """The local statistics of all ranks merged, as evaluate() takes them; all ranks call it together."""
 
-    def snapshot(self, statistics: dict[str, Any]) -> Callable[[Path], None]:
-        """Copy what all share as it is now, with `statistics`; the result writes it to a folder, from any thread."""
+    def shared_state(self, statistics: dict[str, Any]) -> Callable[[Path], None]:
+        """Copy weights and optimizer as they are now, with `statistics`; the result writes them, from any thread."""
 
-    def restore(self, folder: Path, rank: int | None) -> None:
-        """Take a checkpoint's state, with this rank's rank_file(); `rank` None when the number of ranks has changed."""
+    def load_shared_state(self, folder: Path) -> None:
+        """Take a checkpoint's weights and optimizer, on every rank; nothing is set if they do not fit."""
+
+    def rank_state(self) -> Bytes:
+        """The content of this rank's rank_file(): random generators, local statistics, running loss."""
+
+    def load_rank_state(self, file: Path) -> None:
+        """Take a rank_file() when there are as many ranks as before."""
+
+    def load_sums(self, files: list[Path]) -> None:
+        """Take the sum of the running losses of all rank_files() alone, on one rank, when there are not."""
 
     def load_weights(self, folder: Path) -> dict[str, str]:
         """Take the weights that fit from a checkpoint or model folder; what became of each, by name."""

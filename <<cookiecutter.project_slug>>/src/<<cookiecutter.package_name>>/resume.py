@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
+from safetensors import SafetensorError
+from safetensors.numpy import load_file
 
 from .addresses import is_url
 from .checkpoints.config_diff import changes, flat, read_flat
 from .checkpoints.mirror import fetch
 from .checkpoints.store import Checkpoint, Store
-from .engine import Engine
+from .engine import HOOKS, Engine, rank_file, rank_files
 from .errors import UserError
+from .loop import Cadence
 from .progress import State, read_state
 from .ranks import Communicator
 
@@ -31,6 +36,28 @@ FIXED = (
     "optimizer._target_",
 )
 FREE = ("name", "resume", "hydra")  # say nothing about the training
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a run goes on.
+
+    Attributes:
+        folder: The checkpoint's.
+        saved: The state in it, with the ranks that made it.
+        state: The same with the ranks and the global batch of now.
+        remarks: What is not as it was, a sentence each.
+    """
+
+    folder: Path
+    saved: State
+    state: State
+    remarks: list[str]
+
+    @property
+    def same_world(self) -> bool:
+        """Whether there are as many ranks as before, so that each finds a state of its own."""
+        return self.saved.world_size == self.state.world_size
 
 
 def choose(store: Store, which: str) -> Checkpoint | None:
@@ -59,44 +86,41 @@ def find_start(store: Store, which: str) -> Path | None:
     return found.folder
 
 
-def plan_from(folder: Path, fresh: State, config: DictConfig) -> State:
-    """The state to start from.
+def read_start(folder: Path, fresh: State, config: DictConfig, cadence: Cadence) -> Start:
+    """Compare a checkpoint's state and options with those of now.
 
     A run keeps its global batch, whatever the number of ranks, until an option that sets it is changed.
 
     Raises:
-        UserError: if the checkpoint belongs to other training data.
+        UserError: if it belongs to other training data, an option may not change within a run, or nothing is left to
+            train.
     """
-    saved = read_state(folder)
+    saved, before = read_state(folder), read_flat(folder / "config.yaml")
+    remarks = [*_changed(folder, before, config, cadence.is_finished(saved))]
     if saved.samples != fresh.samples:
         raise UserError(
             f"{folder} was made with {saved.samples} training samples and there are {fresh.samples} now:"
             " use the same data, or another name=... for a new run"
         )
-    batch = fresh.global_batch if _sets_batch(folder, config) else saved.global_batch
+    batch = fresh.global_batch if _sets_batch(before, config) else saved.global_batch
     if saved.world_size != fresh.world_size:
-        log.warning(f"going on with {fresh.world_size} ranks instead of {saved.world_size}: global batch {batch}")
-    return replace(saved, world_size=fresh.world_size, global_batch=batch)
+        remarks.append(f"going on with {fresh.world_size} ranks instead of {saved.world_size}: global batch {batch}")
+    return Start(folder, saved, replace(saved, world_size=fresh.world_size, global_batch=batch), remarks)
 
 
-def _sets_batch(folder: Path, config: DictConfig) -> bool:
+def _sets_batch(before: Mapping[str, Any], config: DictConfig) -> bool:
     """Whether the options ask for a global batch, or for another one than those of the checkpoint did."""
-    before = read_flat(folder / "config.yaml")
     parts = ("data.batch_size", "horovod.accumulation")
     return bool(config.data.global_batch) or any(before.get(key) != OmegaConf.select(config, key) for key in parts)
 
 
-def check_config(folder: Path, config: DictConfig, finished: bool) -> None:
-    """Name every option that has changed since the checkpoint was made.
-
-    Raises:
-        UserError: if one of them may not change within a run, or nothing is left to train.
-    """
+def _changed(folder: Path, before: Mapping[str, Any], config: DictConfig, finished: bool) -> Iterator[str]:
+    """A sentence for each option that is another one than before; refuses those that may not change."""
     now = dict(flat(OmegaConf.to_container(config)))
-    for key, (before, after) in changes(read_flat(folder / "config.yaml"), now).items():
-        if key == "data.global_batch" and after is None:  # it stays, see plan_from()
+    for key, (old, new) in changes(before, now).items():
+        if key == "data.global_batch" and new is None:  # it stays, see read_start()
             continue
-        change = f"{key} was {before} and is {after} now"
+        change = f"{key} was {old} and is {new} now"
         if _under(key, FIXED):
             raise UserError(f"{change}, which {folder} cannot go on with: set it back, or use another name=...")
         if finished and not _under(key, FREE):
@@ -105,20 +129,37 @@ def check_config(folder: Path, config: DictConfig, finished: bool) -> None:
                 " higher epochs=... (or patience=...), or use another name=... for a new run"
             )
         if not _under(key, FREE):
-            log.warning(f"going on with another option than before: {change}")
+            yield f"going on with another option than before: {change}"
 
 
 def _under(key: str, options: tuple[str, ...]) -> bool:
     return any(key == option or key.startswith(f"{option}.") for option in options)
 
 
-def restore(communicator: Communicator, engine: Engine, folder: Path, saved: State) -> None:
+def restore(communicator: Communicator, engine: Engine, start: Start) -> None:
     """Load a checkpoint on every rank and prove that all hold the same weights."""
-    same_world = read_state(folder).world_size == communicator.size
-    rank = communicator.rank if same_world else None
-    communicator.together(lambda: engine.restore(folder, rank), "restore")
+    for remark in start.remarks if communicator.writes else ():
+        log.warning(remark)
+    communicator.together(lambda: _load(communicator, engine, start), "restore")
     communicator.check_equal(engine.fingerprint(), "the restored weights")
-    log.info(f"resumed from {folder} at step {saved.step}, epoch {saved.position.epoch}")
+    log.info(f"resumed from {start.folder} at step {start.state.step}, epoch {start.state.position.epoch}")
+
+
+def _load(communicator: Communicator, engine: Engine, start: Start) -> None:
+    """What all ranks share; then each one's own, of which only the running loss fits another number of ranks."""
+    engine.load_shared_state(start.folder)
+    engine.hooks.load_state(_read_hooks(start.folder / HOOKS))
+    if start.same_world:
+        engine.load_rank_state(rank_file(start.folder, communicator.rank))
+    elif communicator.writes:
+        engine.load_sums(rank_files(start.folder))
+
+
+def _read_hooks(file: Path) -> dict[str, Any]:
+    try:
+        return load_file(file) if file.exists() else {}
+    except SafetensorError as error:
+        raise UserError(f"{file} is no safetensors file ({error}): use another checkpoint") from error
 
 
 def load_weights(communicator: Communicator, engine: Engine, store: Store, which: str) -> dict[str, str]:

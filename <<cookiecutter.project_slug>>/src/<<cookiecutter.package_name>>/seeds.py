@@ -20,7 +20,7 @@ def host_state() -> dict[str, Any]:
     return {"python": random.getstate(), "numpy": [np.asarray(key).tolist(), *position]}
 
 
-def set_host_state(state: dict[str, Any]) -> None:
+def load_host_state(state: dict[str, Any]) -> None:
     """Go on from what host_state() gave; lists may stand for tuples, as after JSON."""
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))

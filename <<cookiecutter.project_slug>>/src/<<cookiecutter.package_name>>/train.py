@@ -24,9 +24,9 @@ from .errors import UserError, end_hydra_well, end_well
 from .loop import Loop
 from .options import check_options
 from .preemption import Preemption
-from .progress import State, read_state
+from .progress import State
 from .ranks import Communicator, launched_rank, open_communicator
-from .save import open_saver
+from .saving import open_saver, upload_newest
 from .tracking import METRICS, Tracker, open_log, read_metrics, show_table
 
 
@@ -58,15 +58,17 @@ def carry_on(run: Run, begin: Callable[[], None], record: Callable[[], None]) ->
         record: Writes down more than the options, on the writing rank, once it is certain that something will train.
     """
     with ExitStack() as closing:
-        start = run.communicator.on_writer(lambda: take_folder(run, closing), "folder")
-        state = run.communicator.together(lambda: plan(run, start), "plan")
-        if start is not None and open_cadence(run.config).is_finished(state):
-            return show_result(run, read_state(start))  # with the ranks that made it
-        if start is not None:
-            resume.restore(run.communicator, run.engine, start, state)
-        else:
+        folder = run.communicator.on_writer(lambda: take_folder(run, closing), "folder")
+        fresh = fresh_state(run.config, run.splits, run.communicator)
+        if folder is None:
             begin()
-        return fit(run, state, record, resumed=start is not None)
+            return fit(run, fresh, record)
+        cadence = open_cadence(run.config)
+        start = run.communicator.together(lambda: resume.read_start(folder, fresh, run.config, cadence), "plan")
+        if cadence.is_finished(start.state):
+            return show_result(run, start.saved)
+        resume.restore(run.communicator, run.engine, start)
+        return fit(run, start.state, record, resumed=True)
 
 
 def begin(run: Run) -> None:
@@ -95,17 +97,7 @@ def take_folder(run: Run, closing: ExitStack) -> Path | None:
     """Lock the run's folder and choose the checkpoint to go on from."""
     closing.enter_context(run.store.lock())
     read_metrics(run.folder / METRICS)
-    start = resume.find_start(run.store, str(run.config.resume))
-    if start is not None:
-        finished = open_cadence(run.config).is_finished(read_state(start))
-        resume.check_config(start, run.config, finished)
-    return start
-
-
-def plan(run: Run, start: Path | None) -> State:
-    """The state to start from: a checkpoint's, or a fresh one."""
-    fresh = fresh_state(run.config, run.splits, run.communicator)
-    return fresh if start is None else resume.plan_from(start, fresh, run.config)
+    return resume.find_start(run.store, str(run.config.resume))
 
 
 def write_options(config: DictConfig, folder: Path) -> None:
@@ -118,20 +110,19 @@ def write_options(config: DictConfig, folder: Path) -> None:
 
 def show_result(run: Run, state: State) -> State:
     """What a finished run has come to; a mirror gets what it still lacks."""
-    run.communicator.together(lambda: open_saver(run.config, run.communicator, run.engine, run.store), "saver").close()
+    run.communicator.on_writer(lambda: upload_newest(run.config, run.store), "mirror")
     if run.communicator.writes:
         show_table("training finished", summary(run, state))
     return state
 
 
-def fit(run: Run, state: State, record: Callable[[], None], resumed: bool) -> State:
+def fit(run: Run, state: State, record: Callable[[], None], resumed: bool = False) -> State:
     """Train from `state`, which a checkpoint may hold already, to the end and show what came of it."""
     config, communicator = run.config, run.communicator
     sampler = communicator.together(lambda: open_sampler(config, communicator, state), "sampler")
     schedule = communicator.together(lambda: open_schedule(config, state), "schedule")
-    saver = communicator.together(lambda: open_saver(config, communicator, run.engine, run.store), "saver")
-    if resumed:
-        saver.has(state)
+    saved = state if resumed else None
+    saver = communicator.together(lambda: open_saver(config, communicator, run.engine, run.store, saved), "saver")
     communicator.on_writer(record, "record")
     communicator.on_writer(lambda: write_options(config, run.folder), "options")
     tracker = Tracker(

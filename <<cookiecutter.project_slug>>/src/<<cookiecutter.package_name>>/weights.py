@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any
-
-from safetensors import SafetensorError
-from safetensors.numpy import load_file, save_file
 
 from .errors import UserError
 
 FILE = "model.safetensors"
-HOOKS = "hooks.safetensors"
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -41,24 +36,6 @@ def report_shapes(own: Shapes, saved: Shapes) -> dict[str, str]:
         else f"not loaded: {saved.get(name)} in the file, {own.get(name)} in the model"
         for name in sorted(own.keys() | saved.keys())
     }
-
-
-def save_hooks(state: Mapping[str, Any], folder: Path) -> None:
-    """Write the arrays that a compression needs to go on, if there are any."""
-    if state:
-        save_file(dict(state), folder / HOOKS)
-
-
-def load_hooks(folder: Path) -> dict[str, Any]:
-    """What save_hooks() wrote; empty if nothing was.
-
-    Raises:
-        UserError: if the file is damaged.
-    """
-    try:
-        return dict(load_file(folder / HOOKS)) if (folder / HOOKS).exists() else {}
-    except SafetensorError as error:
-        raise UserError(f"{folder / HOOKS} is no safetensors file ({error}): use another checkpoint") from error
 
 
 def hash_arrays(arrays: Iterable[Any]) -> str:

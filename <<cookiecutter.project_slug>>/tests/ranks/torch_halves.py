@@ -28,5 +28,5 @@ class Halves:
     def state(self) -> dict[str, Any]:
         return {"lost": self._lost}
 
-    def restore(self, state: dict[str, Any]) -> None:
+    def load_state(self, state: dict[str, Any]) -> None:
         self._lost = [lost.to(p) for lost, p in zip(state["lost"], self._parameters, strict=True)]

@@ -120,7 +120,7 @@ class Pruning(Hooks):
         """The masks, one bit a weight, and how many steps were made, which says when to choose again."""
         return {**pack(self.masks), STEPS: np.array([self._steps])}
 
-    def restore(self, state: dict[str, npt.NDArray[Any]]) -> None:
+    def load_state(self, state: dict[str, npt.NDArray[Any]]) -> None:
         """Take what a checkpoint has."""
         shapes = {name: array.shape for name, array in self._prunable.copies().items()}
         self._steps = int(state[STEPS][0])
@@ -143,7 +143,7 @@ class KeptZeros(Hooks):
         """Hold them."""
         self._prunable.apply()
 
-    def restore(self, state: dict[str, npt.NDArray[Any]]) -> None:
+    def load_state(self, state: dict[str, npt.NDArray[Any]]) -> None:
         """The weights of the checkpoint have them."""
         self.begin()
 

@@ -19,13 +19,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save as pack
 
 from ..data import Dataset
-from ..engine import NO_RANK, Hooks, Sums, check_finite, rank_file, rank_files
+from ..engine import NO_RANK, Hooks, Sums, check_finite
 from ..errors import UserError
 from ..gpus import gpu_name
 from ..ranks import Bytes, Communicator
 from ..sampler import Indices, Share
-from ..seeds import host_state, seed_host, set_host_state
-from ..weights import FILE, check_shapes, hash_arrays, load_hooks, report_shapes, save_hooks
+from ..seeds import host_state, load_host_state, seed_host
+from ..weights import FILE, check_shapes, hash_arrays, report_shapes
 from .batch_norm import synchronize
 from .loader import Tensors, read_batches, read_shares
 from .optimizer import SteadySGD
@@ -224,6 +224,34 @@ class TensorFlowEngine:
                 count += len(labels)
         return Sums(float(loss.numpy()), float(correct.numpy()), count)
 
+    def statistics(self) -> Arrays:
+        """Batch-norm statistics, the means over all ranks."""
+        own = statistics(self.model)
+        means = averaged([variable.value for variable in own.values()], "statistics")
+        return {name: mean.numpy() for name, mean in zip(own, means, strict=True)}
+
+    def shared_state(self, statistics: Arrays) -> Callable[[Path], None]:
+        """Copy weights and optimizer to the host; the weights get the ranks' mean statistics."""
+        weights = copies(named(self.model)) | statistics
+        optimizer = copies(optimizer_variables(self.optimizer))
+        finite = all(np.isfinite(array).all() for array in weights.values() if array.dtype.kind == "f")
+        check_finite(finite, self._compression)
+
+        def save(folder: Path) -> None:
+            write(weights, folder / FILE)
+            write(optimizer, folder / OPTIMIZER)
+
+        return save
+
+    def load_shared_state(self, folder: Path) -> None:
+        """Load on every rank."""
+        weights, optimizer = read(folder / FILE), read(folder / OPTIMIZER)
+        own, steps = named(self.model), optimizer_variables(self.optimizer)
+        check_shapes(shapes(own), shapes(weights))
+        check_shapes(shapes(steps), shapes(optimizer))
+        assign(own, weights)
+        assign(steps, optimizer)
+
     def rank_state(self) -> Bytes:
         """Random generators and running statistics of this rank, as arrays and plain types."""
         sums = (float(self._loss.numpy()), int(self._count.numpy()))
@@ -231,51 +259,20 @@ class TensorFlowEngine:
         content = pack(arrays, {PLAIN: json.dumps({**host_state(), "sums": sums})})
         return np.frombuffer(content, np.uint8)
 
-    def statistics(self) -> Arrays:
-        """Batch-norm statistics, the means over all ranks."""
-        own = statistics(self.model)
-        means = averaged([variable.value for variable in own.values()], "statistics")
-        return {name: mean.numpy() for name, mean in zip(own, means, strict=True)}
-
-    def snapshot(self, statistics: Arrays) -> Callable[[Path], None]:
-        """Copy weights and optimizer to the host; the weights get the ranks' mean statistics."""
-        weights = copies(named(self.model)) | statistics
-        optimizer = copies(optimizer_variables(self.optimizer))
-        hooks = self.hooks.state()
-        finite = all(np.isfinite(array).all() for array in weights.values() if array.dtype.kind == "f")
-        check_finite(finite, self._compression)
-
-        def save(folder: Path) -> None:
-            write(weights, folder / FILE)
-            write(optimizer, folder / OPTIMIZER)
-            save_hooks(hooks, folder)
-
-        return save
-
-    def restore(self, folder: Path, rank: int | None) -> None:
-        """Load on every rank."""
-        weights, optimizer = read(folder / FILE), read(folder / OPTIMIZER)
-        own, steps = named(self.model), optimizer_variables(self.optimizer)
-        ranks = [_read_plain(file) for file in (rank_files(folder) if rank is None else [rank_file(folder, rank)])]
-        check_shapes(shapes(own), shapes(weights))
-        check_shapes(shapes(steps), shapes(optimizer))
-        assign(own, weights)
-        assign(steps, optimizer)
-        self.hooks.restore(load_hooks(folder))
-        if rank is not None:
-            self._set_rank_state(ranks[0], read(rank_file(folder, rank)))
-            self._set_sums([ranks[0]["sums"]])
-        elif self.communicator.writes:
-            self._set_sums([state["sums"] for state in ranks])
-
-    def _set_rank_state(self, state: dict[str, Any], arrays: Arrays) -> None:
-        set_host_state(state)
+    def load_rank_state(self, file: Path) -> None:
+        """Take what rank_state() gave."""
+        state, arrays = _read_plain(file), read(file)
+        load_host_state(state)
         tf.random.get_global_generator().state.assign(arrays.pop(GENERATOR))
         check_shapes(shapes(self._local), shapes(arrays))
         assign(self._local, arrays)
+        self._set_sums([state["sums"]])
+
+    def load_sums(self, files: list[Path]) -> None:
+        """Of the files only the plain values are read."""
+        self._set_sums([_read_plain(file)["sums"] for file in files])
 
     def _set_sums(self, sums: list[tuple[float, int]]) -> None:
-        """Go on with the loss of the steps since the last log."""
         self._loss.assign(sum(loss for loss, _ in sums))
         self._count.assign(sum(count for _, count in sums))
 

@@ -31,7 +31,7 @@ class Compressor(Protocol):
     def state(self) -> dict[str, Any]:
         """What this rank needs to go on exactly after a resume, as tensors and plain values."""
 
-    def restore(self, state: dict[str, Any]) -> None:
+    def load_state(self, state: dict[str, Any]) -> None:
         """Go on from what state() of the same compression gave; its tensors come on the CPU."""
 
 

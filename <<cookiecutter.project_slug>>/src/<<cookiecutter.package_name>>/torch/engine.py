@@ -20,12 +20,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ..data import Dataset
-from ..engine import NO_RANK, Hooks, Sums, check_finite, rank_file, rank_files
+from ..engine import NO_RANK, Hooks, Sums, check_finite
 from ..errors import UserError
 from ..ranks import Bytes, Communicator
 from ..sampler import Indices, Share
-from ..seeds import host_state, seed_host, set_host_state
-from ..weights import FILE, check_shapes, hash_arrays, load_hooks, report_shapes, save_hooks
+from ..seeds import host_state, load_host_state, seed_host
+from ..weights import FILE, check_shapes, hash_arrays, report_shapes
 from .loader import Tensors, read_batches, read_shares
 from .reducer import Reducer, averaged, broadcast_model
 
@@ -157,6 +157,45 @@ class TorchEngine:
                 count += len(labels)
         return Sums(loss.item(), correct.item(), count)
 
+    def statistics(self) -> dict[str, Tensor]:
+        """Batch-norm statistics and ranges of all ranks."""
+        buffers = dict(self.model.named_buffers())
+        means = averaged(buffers.values(), self.communicator, "statistics")
+        return dict(zip(buffers, means, strict=True)) | merged_buffers(self.model, self.communicator)
+
+    def shared_state(self, statistics: dict[str, Tensor]) -> Callable[[Path], None]:
+        """Copy weights, optimizer and scaler to the host; the weights get the statistics of all ranks."""
+        weights = self._copies.take("weights", dict(self.model.named_parameters()))
+        weights |= {name: tensor.cpu() for name, tensor in statistics.items()}
+        training = {
+            "optimizer": self._copies.take("optimizer", self.optimizer.state_dict()),
+            "scaler": self._scaler.state_dict(),
+        }
+        self._copies.wait()
+        finite = all(tensor.isfinite().all() for tensor in weights.values() if tensor.is_floating_point())
+        check_finite(finite, self._compression)
+
+        def write(folder: Path) -> None:
+            save_file({name: tensor.contiguous() for name, tensor in weights.items()}, folder / FILE)
+            torch.save(training, folder / "optimizer.pt")
+
+        return write
+
+    @torch.no_grad()
+    def load_shared_state(self, folder: Path) -> None:
+        """Load on every rank: a broadcast of optimizer state would make fresh optimizers take a step."""
+        training = _load_plain(folder / "optimizer.pt")
+        own, saved = self._tensors(), _load_tensors(folder / FILE, self.device)
+        check_shapes(_shapes(own), _shapes(saved))
+        for name, tensor in own.items():
+            tensor.copy_(saved[name])
+        options = [{key: group[key] for key in group if key != "params"} for group in self.optimizer.param_groups]
+        self.optimizer.load_state_dict(training["optimizer"])
+        for group, wanted in zip(self.optimizer.param_groups, options, strict=True):
+            group.update(wanted)  # the config decides, as when a run begins
+        if training["scaler"]:
+            self._scaler.load_state_dict(training["scaler"])
+
     def rank_state(self) -> Bytes:
         """Random generators and running statistics of this rank, as tensors and plain types."""
         state = {
@@ -171,54 +210,23 @@ class TorchEngine:
         torch.save(state, file)
         return np.frombuffer(file.getbuffer(), np.uint8)
 
-    def statistics(self) -> dict[str, Tensor]:
-        """Batch-norm statistics and ranges of all ranks."""
-        buffers = dict(self.model.named_buffers())
-        means = averaged(buffers.values(), self.communicator, "statistics")
-        return dict(zip(buffers, means, strict=True)) | merged_buffers(self.model, self.communicator)
+    def load_rank_state(self, file: Path) -> None:
+        """Take what rank_state() gave; the generator of a GPU only where there is one."""
+        state = _load_plain(file)
+        load_host_state(state)
+        self.reducer.load_state(state.get("reducer", {}))
+        torch.set_rng_state(state["torch"])
+        if state["cuda"] is not None and self.device.type == "cuda":
+            torch.cuda.set_rng_state(state["cuda"], self.device)
+        for name, buffer in self.model.named_buffers():
+            buffer.copy_(state["buffers"][name])
+        self._set_sums([state["sums"]])
 
-    def snapshot(self, statistics: dict[str, Tensor]) -> Callable[[Path], None]:
-        """Copy weights, optimizer and scaler to the host; the weights get the statistics of all ranks."""
-        weights = self._copies.take("weights", dict(self.model.named_parameters()))
-        weights |= {name: tensor.cpu() for name, tensor in statistics.items()}
-        training = {
-            "optimizer": self._copies.take("optimizer", self.optimizer.state_dict()),
-            "scaler": self._scaler.state_dict(),
-        }
-        hooks = self.hooks.state()
-        self._copies.wait()
-        finite = all(tensor.isfinite().all() for tensor in weights.values() if tensor.is_floating_point())
-        check_finite(finite, self._compression)
-
-        def write(folder: Path) -> None:
-            save_file({name: tensor.contiguous() for name, tensor in weights.items()}, folder / FILE)
-            torch.save(training, folder / "optimizer.pt")
-            save_hooks(hooks, folder)
-
-        return write
-
-    def restore(self, folder: Path, rank: int | None) -> None:
-        """Load on every rank: a broadcast of optimizer state would make fresh optimizers take a step."""
-        training = _load_plain(folder / "optimizer.pt")
-        files = rank_files(folder) if rank is None else [rank_file(folder, rank)]
-        # Files may be as large as the model: of those of others only what is looked at is read.
-        ranks = [_load_plain(file, mmap=rank is None) for file in files]
-        self._load_weights(_load_tensors(folder / FILE, self.device))
-        options = [{key: group[key] for key in group if key != "params"} for group in self.optimizer.param_groups]
-        self.optimizer.load_state_dict(training["optimizer"])
-        for group, wanted in zip(self.optimizer.param_groups, options, strict=True):
-            group.update(wanted)  # the config decides, as when a run begins
-        self.hooks.restore(load_hooks(folder))
-        if training["scaler"]:
-            self._scaler.load_state_dict(training["scaler"])
-        if rank is not None:
-            self._load_rank_state(ranks[0])
-            self._set_sums([ranks[0]["sums"]])
-        elif self.communicator.writes:
-            self._set_sums([state["sums"] for state in ranks])
+    def load_sums(self, files: list[Path]) -> None:
+        """The files may be as large as the model: only what is looked at is read."""
+        self._set_sums([_load_plain(file, mmap=True)["sums"] for file in files])
 
     def _set_sums(self, sums: list[tuple[float, int]]) -> None:
-        """Go on with the loss of the steps since the last log."""
         self._loss.fill_(sum(loss for loss, _ in sums))
         self._count = sum(count for _, count in sums)
 
@@ -234,22 +242,6 @@ class TorchEngine:
 
     def _tensors(self) -> dict[str, Tensor]:
         return dict(self.model.named_parameters()) | dict(self.model.named_buffers())
-
-    @torch.no_grad()
-    def _load_weights(self, saved: dict[str, Tensor]) -> None:
-        own = self._tensors()
-        check_shapes(_shapes(own), _shapes(saved))
-        for name, tensor in own.items():
-            tensor.copy_(saved[name])
-
-    def _load_rank_state(self, state: dict[str, Any]) -> None:
-        set_host_state(state)
-        self.reducer.restore(state.get("reducer", {}))
-        torch.set_rng_state(state["torch"])
-        if state["cuda"] is not None and self.device.type == "cuda":
-            torch.cuda.set_rng_state(state["cuda"], self.device)
-        for name, buffer in self.model.named_buffers():
-            buffer.copy_(state["buffers"][name])
 
     def fingerprint(self) -> str:
         """SHA-256 over the parameters' bytes, in the model's order."""

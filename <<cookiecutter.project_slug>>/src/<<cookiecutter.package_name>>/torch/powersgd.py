@@ -73,7 +73,7 @@ class PowerSGD:
         """What this rank has to add, and the right matrices that all begin with."""
         return {"errors": [one.cpu() for one in self._errors], "right": [one.cpu() for one in self._right]}
 
-    def restore(self, state: dict[str, Any]) -> None:
+    def load_state(self, state: dict[str, Any]) -> None:
         """Go on from what state() gave."""
         for own, saved in ((self._errors, state["errors"]), (self._right, state["right"])):
             for index, tensor in enumerate(saved):

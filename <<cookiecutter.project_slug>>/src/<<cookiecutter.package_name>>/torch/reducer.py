@@ -102,10 +102,10 @@ class Reducer:
         """What differs between ranks and a resumed run needs."""
         return {"made_by": self._made_by, "own": self.compressor.state()} if self.compressor is not None else {}
 
-    def restore(self, state: dict[str, Any]) -> None:
+    def load_state(self, state: dict[str, Any]) -> None:
         """Go on from what state() gave; with another compression, or rank, than gave it: begin anew."""
         if self.compressor is not None and state.get("made_by") == self._made_by:
-            self.compressor.restore(state["own"])
+            self.compressor.load_state(state["own"])
 
     def clear(self) -> None:
         """Set all gradients to zero."""

@@ -1,4 +1,4 @@
-"""The saver: what happens beside the training, in which order, and what a failure does."""
+"""Saving: what happens beside the training, in which order, and what a failure does."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import pytest
 from jobs import current_engine
 from store_helpers import check_invariants, content, small_disk, steps
 
-from << cookiecutter.package_name >> import save
+from << cookiecutter.package_name >> import saving
 from << cookiecutter.package_name >>.checkpoints.store import Checkpoint, Store, StoreError, Writer
 from << cookiecutter.package_name >>.engine import rank_file
 from << cookiecutter.package_name >>.ranks import open_communicator
-from << cookiecutter.package_name >>.saver import Saver
+from << cookiecutter.package_name >>.saving import Publisher
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def failing(folder: Path) -> None:
 
 
 def test_training_goes_on_while_it_writes_one_save_at_a_time(store: Store) -> None:
-    saver, may_write = Saver(store), Event()
+    saver, may_write = Publisher(store), Event()
     log: list[str] = []
 
     def slow(folder: Path) -> None:
@@ -53,7 +53,7 @@ def test_training_goes_on_while_it_writes_one_save_at_a_time(store: Store) -> No
 
 
 def test_synchronous(store: Store) -> None:
-    saver = Saver(store, asynchronous=False)
+    saver = Publisher(store, asynchronous=False)
     saver.save(10, content, {})
     assert steps(store) == [10]
 
@@ -61,7 +61,7 @@ def test_synchronous(store: Store) -> None:
 def test_both_ways_write_the_same_bytes(tmp_path: Path) -> None:
     folders = []
     for asynchronous in (True, False):
-        saver = Saver(Store(tmp_path / str(asynchronous)), asynchronous=asynchronous)
+        saver = Publisher(Store(tmp_path / str(asynchronous)), asynchronous=asynchronous)
         saver.save(10, content, {"epoch": 1})
         saver.close()
         folders.append(tmp_path / str(asynchronous) / "step-00000010")
@@ -76,7 +76,7 @@ def test_the_snapshot_is_of_now(store: Store) -> None:
         copy = str(weights)
         return lambda folder: (folder / "weights.txt").write_text(copy)
 
-    saver = Saver(store)
+    saver = Publisher(store)
     for step in (1, 2):
         saver.save(step, snapshot, {})
         weights[0] += 1
@@ -85,7 +85,7 @@ def test_the_snapshot_is_of_now(store: Store) -> None:
 
 
 def test_meta_is_of_now_too(store: Store) -> None:
-    saver, meta, may_write = Saver(store), {"epoch": 1}, Event()
+    saver, meta, may_write = Publisher(store), {"epoch": 1}, Event()
     saver.save(1, lambda: lambda folder: may_write.wait(10), meta)
     meta["epoch"] = 2
     may_write.set()
@@ -95,7 +95,7 @@ def test_meta_is_of_now_too(store: Store) -> None:
 
 @pytest.mark.parametrize("asynchronous", [True, False])
 def test_failures_in_a_row_end_the_job(store: Store, asynchronous: bool, caplog: pytest.LogCaptureFixture) -> None:
-    saver = Saver(store, asynchronous=asynchronous, max_failures=2)
+    saver = Publisher(store, asynchronous=asynchronous, max_failures=2)
     for write in (failing, content(), failing):
         saver.save(10, lambda write=write: write, {})  # type: ignore[misc]
         saver.wait()
@@ -115,7 +115,7 @@ def test_a_last_save_that_failed_is_made_at_the_close(store: Store, tmp_path: Pa
     def write(folder: Path) -> None:
         (content() if space.exists() else failing)(folder)
 
-    saver = Saver(store, max_failures=9)
+    saver = Publisher(store, max_failures=9)
     saver.save(10, lambda: write, {})
     saver.wait()
     assert steps(store) == []
@@ -128,7 +128,7 @@ def test_an_error_of_the_program_is_raised_at_the_next_call(store: Store) -> Non
     def wrong(folder: Path) -> None:
         raise ZeroDivisionError
 
-    saver = Saver(store)
+    saver = Publisher(store)
     saver.save(10, lambda: wrong, {})
     with pytest.raises(ZeroDivisionError):
         saver.save(20, content, {})
@@ -139,14 +139,14 @@ def test_an_error_of_the_program_is_raised_at_the_next_call(store: Store) -> Non
 
 def test_whoever_wants_to_know_is_told(store: Store) -> None:
     told: list[Checkpoint] = []
-    saver = Saver(store, published=told.append)
+    saver = Publisher(store, published=told.append)
     saver.save(10, content, {})
     saver.close()
     assert told == store.checkpoints()
 
 
 def test_it_says_how_long_training_stood_still(store: Store, caplog: pytest.LogCaptureFixture) -> None:
-    saver = Saver(store)
+    saver = Publisher(store)
     with caplog.at_level(logging.INFO):
         saver.save(10, content, {})
         saver.close()
@@ -159,7 +159,7 @@ def test_it_says_how_long_training_stood_still(store: Store, caplog: pytest.LogC
 def test_a_full_disk_does_not_end_the_training(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with small_disk(tmp_path / "disk", megabytes=4) as disk:
         store = Store(disk / "checkpoints")
-        saver = Saver(store, max_failures=3)
+        saver = Publisher(store, max_failures=3)
         ballast = disk / "ballast"
         for step in range(1, 7):
             if step == 3:
@@ -174,17 +174,17 @@ def test_a_full_disk_does_not_end_the_training(tmp_path: Path, caplog: pytest.Lo
         assert "(failure 2 of 3 in a row)" in caplog.text
 
 
-def test_parts_of_ranks_that_do_not_fit_into_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_states_of_ranks_that_do_not_fit_into_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They lie beside the checkpoints under no name; a disk that they fill fails the save when it is written."""
-    monkeypatch.setattr(save, "BLOCK", 1000)
-    part = np.arange(5000, dtype=np.uint16).view(np.uint8)
+    monkeypatch.setattr(saving, "BLOCK", 1000)
+    own = np.arange(5000, dtype=np.uint16).view(np.uint8)
     (tmp_path / "target").mkdir()
-    parts = save.Parts(open_communicator(current_engine()), part, tmp_path)
+    states = saving.RankStates(open_communicator(current_engine()), own, tmp_path)
     assert [entry.name for entry in tmp_path.iterdir()] == ["target"]
     for _ in range(2):  # a save that failed is tried again
-        parts.write(tmp_path / "target")
-        assert rank_file(tmp_path / "target", 0).read_bytes() == part.tobytes()
+        states.write(tmp_path / "target")
+        assert rank_file(tmp_path / "target", 0).read_bytes() == own.tobytes()
     with small_disk(tmp_path / "disk", megabytes=1) as disk:
-        full = save.Parts(open_communicator(current_engine()), np.zeros(2**22, np.uint8), disk)
+        full = saving.RankStates(open_communicator(current_engine()), np.zeros(2**22, np.uint8), disk)
         with pytest.raises(OSError, match="No space left"):
             full.write(tmp_path / "target")
