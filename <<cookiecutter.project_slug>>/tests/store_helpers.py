@@ -13,7 +13,8 @@ from pathlib import Path
 
 from needs import need_root
 
-from << cookiecutter.package_name >>.checkpoints.store import Checkpoint, Store, Writer
+from << cookiecutter.package_name >>.checkpoints.checkpoint import Checkpoint
+from << cookiecutter.package_name >>.checkpoints.store import Store, Writer
 
 
 def content(size: int = 2000, byte: bytes = b"w") -> Writer:

@@ -39,8 +39,9 @@ from store_helpers import (
 
 from << cookiecutter.package_name >>.checkpoints import provenance
 from << cookiecutter.package_name >>.checkpoints.command import main
+from << cookiecutter.package_name >>.checkpoints.disk_errors import StoreError
 from << cookiecutter.package_name >>.checkpoints.provenance import describe
-from << cookiecutter.package_name >>.checkpoints.store import DamagedError, Store, StoreError
+from << cookiecutter.package_name >>.checkpoints.store import DamagedError, Store
 from << cookiecutter.package_name >>.errors import UserError
 
 

@@ -14,7 +14,7 @@ from compress_helpers import alone, command, compress_config, make_source, repor
 from jobs import ENGINES, PACKAGE, RANKS, run_ranks, wait_for_training
 from omegaconf import OmegaConf
 
-from << cookiecutter.package_name >>.checkpoints.ownership import run_lock
+from << cookiecutter.package_name >>.checkpoints.lock import run_lock
 from << cookiecutter.package_name >>.checkpoints.store import Store
 from << cookiecutter.package_name >>.compress.command import compress
 from << cookiecutter.package_name >>.compress.measure import answers, missed

@@ -31,8 +31,9 @@ from jobs import (
     wait_for_training,
 )
 
+from << cookiecutter.package_name >>.checkpoints.checkpoint import Checkpoint
 from << cookiecutter.package_name >>.checkpoints.manifest import read_manifest, seal
-from << cookiecutter.package_name >>.checkpoints.store import Checkpoint, Store
+from << cookiecutter.package_name >>.checkpoints.store import Store
 from << cookiecutter.package_name >>.errors import PREEMPTED, UserError
 from << cookiecutter.package_name >>.tracking import open_log
 from << cookiecutter.package_name >>.train import train

@@ -12,7 +12,9 @@ from jobs import current_engine
 from store_helpers import check_invariants, content, small_disk, steps
 
 from << cookiecutter.package_name >> import saving
-from << cookiecutter.package_name >>.checkpoints.store import Checkpoint, Store, StoreError, Writer
+from << cookiecutter.package_name >>.checkpoints.checkpoint import Checkpoint
+from << cookiecutter.package_name >>.checkpoints.disk_errors import StoreError
+from << cookiecutter.package_name >>.checkpoints.store import Store, Writer
 from << cookiecutter.package_name >>.engine import rank_file
 from << cookiecutter.package_name >>.ranks import open_communicator
 from << cookiecutter.package_name >>.saving import Publisher

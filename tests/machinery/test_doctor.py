@@ -305,7 +305,7 @@ def test_a_clock_that_is_ahead(ward: Ward) -> None:
 def test_a_run_that_another_job_works_on(ward: Ward, tmp_path: Path) -> None:
     run = tmp_path / "first"
     hold = (
-        "import pathlib, sys; from {0}.checkpoints.ownership import run_lock\nwith run_lock(pathlib.Path(sys.argv[1])):"
+        "import pathlib, sys; from {0}.checkpoints.lock import run_lock\nwith run_lock(pathlib.Path(sys.argv[1])):"
         " print(flush=True); sys.stdin.read()"
     )
     (run / "checkpoints").mkdir(parents=True)

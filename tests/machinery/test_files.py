@@ -25,7 +25,7 @@ from store_helpers import publish
 
 from my_training.checkpoints import manifest
 from my_training.checkpoints.command import main
-from my_training.checkpoints.mirror import fetch
+from my_training.checkpoints.mirror import download
 from my_training.checkpoints.store import Store
 from my_training.errors import UserError
 from my_training.export import model_folder
@@ -198,8 +198,8 @@ def test_a_mirror_on_this_machine_is_no_better(run: Path, kind: str, tmp_path: P
         replace(mirror / name, KINDS[kind], tmp_path / "kept")
 
         def check(mirror: Path = mirror) -> None:
-            refused(lambda: fetch(f"file://{mirror}", tmp_path / "new", "20"))
-            assert fetch(f"file://{mirror}", tmp_path / "newest").step == 10
+            refused(lambda: download(f"file://{mirror}", tmp_path / "new", "20"))
+            assert download(f"file://{mirror}", tmp_path / "newest").step == 10
 
         ends(check)
         shutil.rmtree(tmp_path / "newest")

@@ -24,7 +24,7 @@ from waiting import wait_until
 from my_training.addresses import check_address, is_url
 from my_training.checkpoints import mirror as module
 from my_training.checkpoints.command import main
-from my_training.checkpoints.mirror import Mirror, Remote, fetch
+from my_training.checkpoints.mirror import Mirror, Remote, download
 from my_training.checkpoints.store import DamagedError, Store
 from my_training.errors import UserError
 from my_training.options import check_options
@@ -129,18 +129,18 @@ def test_there_and_back(store: Store, url: str, tmp_path: Path) -> None:
         {"latest": 20, "best": 10, "production": 20, "10": 10, "step-00000010": 10}.items()
     ):
         folder = tmp_path / f"other machine {number}"
-        fetched = fetch(url, folder, which)
+        fetched = download(url, folder, which)
         assert fetched.step == step
         assert Store(folder).verify(fetched) == []
         assert Store(folder).newest_good() == fetched
         assert (fetched.folder / "rng" / "rank-0.bin").read_bytes() == b"r" * 100
         assert fetched.meta == store.find(step).meta
-    assert fetch(f"{url}/best", tmp_path / "a").step == 10
-    assert fetch(f"{url}/tags/production", tmp_path / "b").step == 20
-    assert fetch(f"{url}/step-00000010", tmp_path / "c").step == 10
-    assert fetch(f"{url}/", tmp_path / "d").step == 20
+    assert download(f"{url}/best", tmp_path / "a").step == 10
+    assert download(f"{url}/tags/production", tmp_path / "b").step == 20
+    assert download(f"{url}/step-00000010", tmp_path / "c").step == 10
+    assert download(f"{url}/", tmp_path / "d").step == 20
     with pytest.raises(UserError, match=r"no good checkpoint '30' at .*: there are step-00000010, step-00000020$"):
-        fetch(url, tmp_path / "e", "30")
+        download(url, tmp_path / "e", "30")
 
 
 def test_what_is_there_is_not_fetched_or_sent_again(store: Store, url: str) -> None:
@@ -149,10 +149,10 @@ def test_what_is_there_is_not_fetched_or_sent_again(store: Store, url: str) -> N
     before = files(url)
     Remote(url).push(store, checkpoint)
     assert files(url) == before
-    assert fetch(url, store.folder) == checkpoint
+    assert download(url, store.folder) == checkpoint
     assert names(store) == ["step-00000010"]
     flip_byte(checkpoint.folder / "model.bin")
-    assert fetch(url, store.folder).name == "step-00000010.1"
+    assert download(url, store.folder).name == "step-00000010.1"
 
 
 def test_a_damaged_download_is_noticed_and_the_one_before_taken(
@@ -162,18 +162,18 @@ def test_a_damaged_download_is_noticed_and_the_one_before_taken(
         Remote(url).push(store, publish(store, step))
     corrupt(url, "step-00000020/model.bin")
     with pytest.raises(DamagedError, match=r"step-00000020 arrived damaged .model.bin was altered"):
-        fetch(url, tmp_path / "other", "20")
-    assert fetch(url, tmp_path / "other").step == 10
+        download(url, tmp_path / "other", "20")
+    assert download(url, tmp_path / "other").step == 10
     assert "step-00000020 arrived damaged" in caplog.text
     assert names(Store(tmp_path / "other")) == ["step-00000010"]
     corrupt(url, "step-00000010/model.bin")
     with pytest.raises(UserError, match="no good checkpoint 'latest'"):
-        fetch(url, tmp_path / "third")
+        download(url, tmp_path / "third")
 
 
 def test_nothing_there(url: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"no good checkpoint 'latest' at .*: there are none"):
-        fetch(url, tmp_path / "other")
+        download(url, tmp_path / "other")
 
 
 def test_a_half_upload_is_no_checkpoint(store: Store, unreliable: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -255,7 +255,7 @@ def test_one_that_never_answers_holds_nothing_up(
     mirror.upload(publish(store, 10))
     wait_until(lambda: "no answer within 0 s, attempt 2 of 2" in caplog.text, "a second attempt")
     with pytest.raises(UserError, match="could not be read: no answer within"):
-        fetch(url, store.folder.parent / "other")
+        download(url, store.folder.parent / "other")
     answer.set()
     mirror.close()
     assert Remote(url).names() == ["step-00000010"]
@@ -317,7 +317,7 @@ def test_a_manifest_cannot_write_outside(store: Store, tmp_path: Path) -> None:
     shutil.copytree(evil.folder, tmp_path / "mirror" / evil.name)
     (tmp_path / "evil").write_text("x")
     with pytest.raises(DamagedError, match="which lies outside"):
-        fetch(f"file://{tmp_path}/mirror", tmp_path / "a" / "b", "10")
+        download(f"file://{tmp_path}/mirror", tmp_path / "a" / "b", "10")
     assert [path.name for path in (tmp_path / "a").rglob("*")] == ["b"]
 
 
@@ -354,7 +354,7 @@ def test_an_address_with_a_secret_is_refused_before_it_is_written_anywhere(
     actions: list[Callable[[], object]] = [
         lambda: Mirror(url, store),
         lambda: Remote(url).push(store, checkpoint),
-        lambda: fetch(url, store.folder),
+        lambda: download(url, store.folder),
         lambda: check_options(OmegaConf.create({"checkpoint": {"mirror": url}})),
         lambda: check_options(OmegaConf.create({"resume": url})),
         lambda: check_options(OmegaConf.create({"list": [{"of": url}]})),
@@ -391,4 +391,4 @@ def test_a_server_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test")
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
     with pytest.raises(UserError, match="s3://bucket/run could not be read: "):
-        fetch("s3://bucket/run", tmp_path)
+        download("s3://bucket/run", tmp_path)

@@ -21,12 +21,6 @@ from omegaconf import DictConfig, OmegaConf
 from my_training.assemble import open_cadence
 from my_training.checkpoints.manifest import seal
 from my_training.checkpoints.mirror import Remote
-from my_training.checkpoints.ownership import (
-    COMPRESSION,
-    TRAINING,
-    check_folder,
-    kind_of,
-)
 from my_training.checkpoints.store import Store
 from my_training.compress.command import _composed
 from my_training.errors import UserError
@@ -36,6 +30,7 @@ from my_training.options import check_options
 from my_training.progress import State, read_state
 from my_training.ranks import _check_writable
 from my_training.resume import read_start
+from my_training.run_folder import COMPRESSION, TRAINING, check_folder, kind_of
 from my_training.sampler import Position
 from my_training.train import train
 

@@ -22,7 +22,7 @@ from compress_helpers import alone, compress_config
 from jobs import CONF, ENGINES, PACKAGE, ROOT, compose_config
 from omegaconf import OmegaConf
 
-from my_training.checkpoints.config_diff import read_flat
+from my_training.checkpoints.diff import read_flat
 from my_training.checkpoints.manifest import seal
 from my_training.checkpoints.store import Store
 from my_training.compress.measure import measure, measure_apart

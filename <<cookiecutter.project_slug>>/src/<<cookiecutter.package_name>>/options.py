@@ -11,7 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from . import trust
 from .addresses import check_addresses
-from .checkpoints.config_diff import flat
+from .checkpoints.diff import flat
 from .errors import UserError
 
 

@@ -13,9 +13,10 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
 from .addresses import is_url
-from .checkpoints.config_diff import changes, flat, read_flat
-from .checkpoints.mirror import fetch
-from .checkpoints.store import Checkpoint, Store
+from .checkpoints.checkpoint import Checkpoint
+from .checkpoints.diff import changes, flat, read_flat
+from .checkpoints.mirror import download
+from .checkpoints.store import Store
 from .engine import HOOKS, Engine, rank_file, rank_files
 from .errors import UserError
 from .loop import Cadence
@@ -78,8 +79,8 @@ def choose(store: Store, which: str) -> Checkpoint | None:
 
 
 def find_start(store: Store, which: str) -> Path | None:
-    """The folder to go on from, or None to start anew; a URL is fetched into the run's own store first."""
-    found = fetch(which, store.folder) if is_url(which) else choose(store, which)
+    """The folder to go on from, or None to start anew; a URL is downloaded into the run's own store first."""
+    found = download(which, store.folder) if is_url(which) else choose(store, which)
     if found is None:
         return None
     store.resumed_from(found)

@@ -14,9 +14,11 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from safetensors.numpy import save_file
 
+from .checkpoints.checkpoint import Checkpoint
+from .checkpoints.disk_errors import StoreError
 from .checkpoints.mirror import Mirror
 from .checkpoints.provenance import describe
-from .checkpoints.store import Checkpoint, Store, StoreError, Writer
+from .checkpoints.store import Store, Writer
 from .engine import HOOKS, Engine, rank_file
 from .progress import State
 from .ranks import BLOCK, Bytes, Communicator

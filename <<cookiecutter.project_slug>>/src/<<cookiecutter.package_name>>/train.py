@@ -16,7 +16,6 @@ from omegaconf import DictConfig, OmegaConf
 from . import resume
 from .addresses import guarded
 from .assemble import fresh_state, open_cadence, open_data, open_sampler, open_schedule, open_store
-from .checkpoints.ownership import TRAINING, check_folder
 from .checkpoints.store import Store
 from .data import Splits
 from .engine import Engine, open_engine
@@ -26,6 +25,7 @@ from .options import check_options
 from .preemption import Preemption
 from .progress import State
 from .ranks import Communicator, launched_rank, open_communicator
+from .run_folder import TRAINING, check_folder
 from .saving import open_saver, upload_newest
 from .tracking import METRICS, Tracker, open_log, read_metrics, show_table
 

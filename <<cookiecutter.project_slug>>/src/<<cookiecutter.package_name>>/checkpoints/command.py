@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import Parser
-from .config_diff import changes, flat, read_flat
+from .checkpoint import Checkpoint, best_by, metric_of
+from .diff import changes, flat, read_flat, weight_changes
 from .manifest import read_manifest
-from .store import Checkpoint, Store, best_by, metric_of, store_folder
+from .store import Store, store_folder
 
 # The libraries that only some commands need are imported there: `list` must answer at once.
 
@@ -83,7 +84,7 @@ def diff(options: argparse.Namespace) -> int:
     found = {
         "config": changes(*(read_flat(item.folder / "config.yaml") for item in (old, new))),
         "metrics": changes(old.meta.get("metrics") or {}, new.meta.get("metrics") or {}),
-        "weights": _weight_changes(old, new),
+        "weights": weight_changes(old, new),
     }
     if options.json:
         return _print_json(found)
@@ -128,9 +129,9 @@ def push(options: argparse.Namespace) -> int:
 
 def pull(options: argparse.Namespace) -> int:
     """Download a checkpoint into a run's folder, verified."""
-    from .mirror import fetch
+    from .mirror import download
 
-    checkpoint = fetch(options.url, Path(options.run) / "checkpoints", options.which)
+    checkpoint = download(options.url, Path(options.run) / "checkpoints", options.which)
     return _report(options, {checkpoint.name: str(checkpoint.folder)})
 
 
@@ -224,55 +225,6 @@ def _ancestors(store: Store, checkpoint: Checkpoint) -> Iterator[str]:
         found = by_name.pop(parent, None)
         yield parent if found else f"{parent} (not here)"
         parent = found.meta.get("parent") if found else None
-
-
-def _weight_changes(old: Checkpoint, new: Checkpoint) -> dict[str, tuple[Any, Any]]:
-    """Per tensor the two shapes, or the largest absolute difference; files of another kind by their hashes."""
-    files, others = read_manifest(old.folder), read_manifest(new.folder)
-    found: dict[str, tuple[Any, Any]] = {}
-    for name in sorted(files.keys() | others.keys()):
-        if files.get(name) == others.get(name) or name in ("meta.json", "config.yaml"):
-            continue
-        tensors = _tensor_changes(old.folder / name, new.folder / name) if name.endswith(".safetensors") else None
-        found.update({name: (_hash(files, name), _hash(others, name))} if tensors is None else tensors)
-    return found
-
-
-def _hash(files: dict[str, tuple[int, str]], name: str) -> str | None:
-    return f"SHA-256 {files[name][1][:12]}" if name in files else None
-
-
-def _tensor_changes(old: Path, new: Path) -> dict[str, tuple[Any, Any]] | None:
-    """The changes between two files of tensors; None if one is missing or is something else."""
-    from safetensors import SafetensorError, safe_open
-
-    found: dict[str, tuple[Any, Any]] = {}
-    try:
-        with safe_open(old, "numpy") as left, safe_open(new, "numpy") as right:
-            for key in sorted({*left.keys(), *right.keys()}):
-                shapes = _shape(left, key), _shape(right, key)
-                if shapes[0] != shapes[1]:
-                    found[f"{old.name}:{key}"] = shapes
-                elif difference := _difference(left, right, key):
-                    found[f"{old.name}:{key}"] = (shapes[0], difference)
-    except (SafetensorError, OSError):
-        return None
-    return found
-
-
-def _shape(tensors: Any, key: str) -> str | None:
-    return str(tensors.get_slice(key).get_shape()) if key in tensors.keys() else None  # noqa: SIM118
-
-
-def _difference(left: Any, right: Any, key: str) -> str:
-    import numpy as np
-
-    try:
-        a, b = left.get_tensor(key), right.get_tensor(key)
-    except TypeError:
-        return "not compared: numpy has no such type"
-    largest = np.abs(a.astype(np.float64) - b.astype(np.float64)).max(initial=0.0)
-    return f"differs by up to {largest:.3g}" if largest != 0 else ""
 
 
 def _report(options: argparse.Namespace, done: dict[str, Any]) -> int:

@@ -19,7 +19,6 @@ MANIFEST = "MANIFEST.json"
 
 _THREADS = min(8, os.cpu_count() or 1)
 
-
 Entries = dict[str, tuple[int, str]]  # size and SHA-256 of each file, by its path in the folder
 
 

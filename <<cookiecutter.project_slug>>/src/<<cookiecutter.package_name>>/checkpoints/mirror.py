@@ -19,8 +19,9 @@ import fsspec
 from .. import files
 from ..addresses import check_address
 from ..errors import UserError
+from .checkpoint import META, Checkpoint, is_name, order
 from .manifest import MANIFEST, read_manifest, verify
-from .store import META, POINTERS, Checkpoint, DamagedError, Store, is_name, order
+from .store import POINTERS, DamagedError, Store
 
 log = logging.getLogger(__name__)
 
@@ -151,7 +152,7 @@ class Remote:
                     self._send(store.find(name))
                     self._put(_pointer_path(pointer), f"{name}\n".encode())
 
-    def fetch(self, store: Store, which: str = "latest") -> Checkpoint:
+    def pull(self, store: Store, which: str = "latest") -> Checkpoint:
         """Download a checkpoint into a store and verify it; for `latest` a damaged one gives way to the one before.
 
         Raises:
@@ -205,7 +206,7 @@ class Remote:
         self._put(f"{checkpoint.name}/{MANIFEST}", commit)
 
     def _receive(self, store: Store, name: str) -> Checkpoint:
-        def download(folder: Path) -> None:
+        def write(folder: Path) -> None:
             with self._errors("read"):
                 (folder / MANIFEST).write_bytes(self._get(f"{name}/{MANIFEST}") or b"")
                 for file in _manifest_files(folder):
@@ -218,7 +219,7 @@ class Remote:
             found = store.find(name)
             if not store.verify(found):
                 return found
-        return store.adopt(name, download)
+        return store.adopt(name, write)
 
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}"
@@ -278,7 +279,7 @@ class Remote:
             raise UserError(f"{self.url} could not be {verb}: {error or type(error).__name__}") from error
 
 
-def fetch(url: str, folder: str | Path, which: str = "latest") -> Checkpoint:
+def download(url: str, folder: str | Path, which: str = "latest") -> Checkpoint:
     """Download a checkpoint into a store's folder, verified.
 
     Args:
@@ -292,10 +293,10 @@ def fetch(url: str, folder: str | Path, which: str = "latest") -> Checkpoint:
     check_address(url)
     address, _, last = url.rstrip("/").rpartition("/")
     if address.endswith("/tags"):
-        return Remote(address.removesuffix("/tags")).fetch(Store(folder), last)
+        return Remote(address.removesuffix("/tags")).pull(Store(folder), last)
     if last in POINTERS or is_name(last):
-        return Remote(address).fetch(Store(folder), last)
-    return Remote(url).fetch(Store(folder), which)
+        return Remote(address).pull(Store(folder), last)
+    return Remote(url).pull(Store(folder), which)
 
 
 def _pointer_path(pointer: str) -> str:

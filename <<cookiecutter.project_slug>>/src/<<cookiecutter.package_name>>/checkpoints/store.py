@@ -24,56 +24,29 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from .. import files
 from ..errors import UserError
-from . import manifest, ownership
+from . import manifest, temporaries
+from .checkpoint import META, Checkpoint, age, best_by, facts, is_name, order, read_checkpoint
+from .disk_errors import StoreError, storage_errors
+from .lock import run_lock
 from .manifest import MANIFEST
-from .retention import Facts, Retention
+from .retention import Retention
 
 log = logging.getLogger(__name__)
 
-META = "meta.json"
 POINTERS = ("latest", "best")
 
-_NAME = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
 _TAG = re.compile(r"(?!step-|\d+$)\w[\w.+-]*")
-
 
 Writer = Callable[[Path], object]  # writes its files into the folder given
 
 
-class StoreError(UserError):
-    """The store cannot be written or read (space, rights, disk); its earlier checkpoints stay usable."""
-
-
 class DamagedError(UserError):
     """A checkpoint that was asked for fails its verification."""
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """A published checkpoint; `meta` is what its meta.json says, empty when that cannot be read."""
-
-    step: int
-    folder: Path
-    meta: dict[str, Any]
-
-    @property
-    def name(self) -> str:
-        """The folder's name: `step-00001000`, or `step-00001000.1` when the step was saved again."""
-        return self.folder.name
-
-    @cached_property
-    def size(self) -> int:
-        """Bytes by the manifest; 0 when that cannot be read."""
-        try:
-            return sum(size for size, _ in manifest.read_manifest(self.folder).values())
-        except (OSError, ValueError):
-            return 0
 
 
 @dataclass
@@ -151,7 +124,7 @@ class Store:
         Raises:
             UserError: if one cannot be read for want of a right, which is no reason to pass it over.
         """
-        for checkpoint in sorted(self.checkpoints(), key=_age, reverse=True):
+        for checkpoint in sorted(self.checkpoints(), key=age, reverse=True):
             problems = self.verify(checkpoint)
             if not problems:
                 return checkpoint
@@ -247,9 +220,9 @@ class Store:
             StoreError: if the folder cannot be written.
         """
         with ExitStack() as held:
-            with _storage_errors(f"{self.folder} cannot be used"):
+            with storage_errors(f"{self.folder} cannot be used"):
                 self.folder.mkdir(parents=True, exist_ok=True)
-                held.enter_context(ownership.run_lock(self.folder))
+                held.enter_context(run_lock(self.folder))
             self.sweep()
             self._tags()  # a run that could not read them would end them
             self._view = None
@@ -349,7 +322,7 @@ class Store:
 
     def sweep(self) -> list[str]:
         """Remove temporaries that no live process owns, those of other hosts after a day; returns their names."""
-        return ownership.sweep(self.folder)
+        return temporaries.sweep(self.folder)
 
     # Behind it
 
@@ -362,8 +335,8 @@ class Store:
             rules = Retention(self.keep_last, self.keep_best, self.keep_every)
             by = self._best_by(sound)
             for checkpoint in sound:
-                rules.add(_facts(checkpoint, *by))
-            sequence = max((int(_age(item)[0]) for item in everything if item.meta), default=0)
+                rules.add(facts(checkpoint, *by))
+            sequence = max((int(age(item)[0]) for item in everything if item.meta), default=0)
             self._view = _View(rules, sequence, stamp)
         return self._view
 
@@ -394,8 +367,8 @@ class Store:
         if self._view is None or self.metric is None:  # the newest one says which metric decides
             self._view = None
             return
-        self._view.rules.add(_facts(checkpoint, self.metric, self.mode))
-        self._view.sequence = max(self._view.sequence, int(_age(checkpoint)[0]))
+        self._view.rules.add(facts(checkpoint, self.metric, self.mode))
+        self._view.sequence = max(self._view.sequence, int(age(checkpoint)[0]))
 
     def _set_damaged(self, *names: str) -> None:
         self._damaged.update(names)
@@ -429,9 +402,9 @@ class Store:
     @contextmanager
     def _temporary(self, what: str) -> Iterator[Path]:
         """A folder to write into, beside the checkpoints; gone afterwards unless it was renamed."""
-        folder = self.folder / ownership.own_name("tmp")
+        folder = self.folder / temporaries.own_name("tmp")
         try:
-            with _storage_errors(f"{what} could not be saved in {self.folder}", self.folder):
+            with storage_errors(f"{what} could not be saved in {self.folder}", self.folder):
                 with self._own_change():
                     folder.mkdir(parents=True)
                 yield folder
@@ -488,13 +461,13 @@ class Store:
     def _discard(self, checkpoint: Checkpoint) -> Path:
         """Take a checkpoint away by one rename, so that a half deleted one is never seen."""
         with self._own_change():
-            trash = checkpoint.folder.rename(self.folder / ownership.own_name("trash"))
+            trash = checkpoint.folder.rename(self.folder / temporaries.own_name("trash"))
         self._look().rules.unkept.discard(checkpoint.name)
         return trash
 
     def _replace(self, file: Path, text: str) -> None:
-        temporary = self.folder / ownership.own_name("tmp")
-        with _storage_errors(f"{file} could not be written"), self._own_change():
+        temporary = self.folder / temporaries.own_name("tmp")
+        with storage_errors(f"{file} could not be written"), self._own_change():
             try:
                 manifest.write_durably(temporary, text + "\n")
                 temporary.replace(file)
@@ -505,7 +478,7 @@ class Store:
     @contextmanager
     def _changing(self) -> Iterator[None]:
         """Keep tags and deletions of several processes apart, so that no tag comes to point to nothing."""
-        with _storage_errors(f"{self.folder} could not be changed"):
+        with storage_errors(f"{self.folder} could not be changed"):
             self.folder.mkdir(parents=True, exist_ok=True)
             with open(files.open_file(self.folder / ".change", os.O_RDWR | os.O_CREAT), "r+") as file:
                 with suppress(OSError):  # a file system without locks: go on
@@ -542,51 +515,6 @@ def _is_folder(path: Path) -> bool:
         return False
 
 
-def order(name: str) -> tuple[int, int]:
-    """The step in a checkpoint's name and how often it had been saved before; (0, 0) for any other name."""
-    match = _NAME.fullmatch(name)
-    return (int(match[1]), int(match[2] or 0)) if match else (0, 0)
-
-
-def is_name(name: str) -> bool:
-    """Whether this is how a checkpoint's folder is called."""
-    return _NAME.fullmatch(name) is not None
-
-
-def metric_of(checkpoint: Checkpoint, metric: str | None) -> float | None:
-    """A metric in a checkpoint's meta.json; None when it has no such number."""
-    metrics = checkpoint.meta.get("metrics")
-    value = metrics.get(metric) if isinstance(metrics, dict) else None
-    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
-
-
-def best_by(checkpoints: list[Checkpoint]) -> tuple[str | None, str]:
-    """The metric and mode that the newest one was saved with."""
-    newest = max((item for item in checkpoints if item.meta), key=_age, default=None)
-    metric, mode = (newest.meta.get("metric"), newest.meta.get("mode")) if newest else (None, None)
-    return (metric if isinstance(metric, str) else None), ("min" if mode == "min" else "max")
-
-
-def read_checkpoint(folder: Path) -> Checkpoint:
-    """Describe the checkpoint in a folder, damaged or not.
-
-    Raises:
-        UserError: if it cannot be read for want of a right.
-    """
-    try:
-        files.check_folder(folder)
-        meta = files.read_json(f"{folder}/{META}")
-    except ValueError:
-        meta = None
-    except OSError as error:
-        if refusal := files.access_error(error):
-            raise refusal from error
-        meta = None
-    meta = meta if isinstance(meta, dict) else {}
-    step = order(folder.name)[0] if is_name(folder.name) else meta.get("step")
-    return Checkpoint(step if isinstance(step, int) else 0, folder, meta)
-
-
 def _find_path(path: Path) -> Checkpoint | None:
     if not _is_folder(path):
         return None
@@ -600,21 +528,6 @@ def _there_are(found: Iterable[str], pointers: Iterable[str]) -> str:
     return f"there are {', '.join(names[-12:])}" if names else "there are none yet"
 
 
-def _age(checkpoint: Checkpoint) -> tuple[float, int, int]:
-    """Sorts from the first to the last published. One without a readable meta.json comes last, to be looked at."""
-    if not checkpoint.meta:
-        return (math.inf, *order(checkpoint.name))
-    sequence = checkpoint.meta.get("sequence")
-    return (sequence if isinstance(sequence, int) else 0, *order(checkpoint.name))
-
-
-def _facts(checkpoint: Checkpoint, metric: str | None, mode: str) -> Facts:
-    """For retention. NaN was saved as null: it never ranks."""
-    value = metric_of(checkpoint, metric)
-    score = -value if value is not None and mode == "min" else value
-    return Facts(checkpoint.name, checkpoint.step, _age(checkpoint), score)
-
-
 def _without_nan(value: Any) -> Any:
     """Replace what JSON has no number for by null."""
     if isinstance(value, Mapping):
@@ -622,36 +535,3 @@ def _without_nan(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_without_nan(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-@contextmanager
-def _storage_errors(sentence: str, disk: Path | None = None) -> Iterator[None]:
-    """Turn an error of the disk into a StoreError; every other one passes."""
-    try:
-        yield
-    except files.AccessError as error:
-        raise StoreError(str(error)) from error
-    except UserError:
-        raise
-    except Exception as error:
-        if not _is_storage(error, disk):
-            raise
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
-        if isinstance(error, files.NotAFileError):
-            reason = f"{error.filename} is in the way: {reason}"
-        if _is_full(disk):
-            reason = "No space left on device"  # what the libraries say is less clear
-        raise StoreError(f"{sentence}: {reason}") from error
-
-
-def _is_storage(error: Exception, disk: Path | None) -> bool:
-    """Libraries hide a full disk in exceptions of their own, so look at their text and at the disk too."""
-    if isinstance(error, OSError) or re.search(r"os error \d|No space left|file write failed", str(error)):
-        return True
-    return _is_full(disk)
-
-
-def _is_full(disk: Path | None) -> bool:
-    with suppress(OSError):
-        return disk is not None and shutil.disk_usage(disk).free < 1024 * 1024
-    return False

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..checkpoints.ownership import run_lock
+from ..checkpoints.lock import run_lock
 from ..errors import UserError
 from ..launch.hosts import Host
 from ..launch.network import Interface, Network, choose_network

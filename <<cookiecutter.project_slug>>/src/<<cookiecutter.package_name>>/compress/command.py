@@ -23,11 +23,11 @@ from hydra import compose
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from ..checkpoints.ownership import COMPRESSION, SERIES, check_folder
 from ..errors import UserError, end_well
 from ..evaluate import run_config
 from ..export.artefacts import PROGRAMS
 from ..ranks import launched_rank, open_communicator
+from ..run_folder import COMPRESSION, SERIES, check_folder
 from .measure import measure_apart
 from .plan import trusted_by
 from .result import TAG

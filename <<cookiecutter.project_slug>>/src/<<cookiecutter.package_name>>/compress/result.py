@@ -8,8 +8,9 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
+from ..checkpoints.checkpoint import META, Checkpoint
 from ..checkpoints.manifest import MANIFEST
-from ..checkpoints.store import META, Checkpoint, Store
+from ..checkpoints.store import Store
 from ..export.command import FORMATS, writer
 from ..export.model_folder import export_model
 from .measure import measure_apart

@@ -12,14 +12,15 @@ import numpy as np
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from ..assemble import open_data, open_store
-from ..checkpoints.config_diff import flat
-from ..checkpoints.ownership import COMPRESSION, run_lock
+from ..checkpoints.diff import flat
+from ..checkpoints.lock import run_lock
 from ..data import normalized
 from ..engine import Hooks, open_engine
 from ..errors import UserError
 from ..evaluate import load_all, run_config
 from ..export.artefacts import PROGRAMS, Floats
 from ..ranks import Communicator, launched_rank, open_communicator
+from ..run_folder import COMPRESSION
 from ..tracking import open_log
 from ..train import Run, carry_on, open_run, write_options
 from .distillation import open_distillation

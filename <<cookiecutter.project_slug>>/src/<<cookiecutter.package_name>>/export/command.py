@@ -19,8 +19,9 @@ import numpy as np
 from omegaconf import DictConfig
 
 from ..assemble import open_data
+from ..checkpoints.checkpoint import is_name
 from ..checkpoints.manifest import MANIFEST
-from ..checkpoints.store import Store, is_name, store_folder
+from ..checkpoints.store import Store, store_folder
 from ..data import normalized
 from ..errors import Parser, UserError
 from ..options import MODEL_AND_DATA, read_options
