@@ -108,7 +108,7 @@ def test_a_rank_reads_its_own_file_alone(communicator: Communicator, tmp_path: P
     engine, _ = make(communicator)
     engine.shared_state(engine.statistics())(tmp_path)
     saved = State(samples=32, global_batch=8, world_size=communicator.size)
-    start = Start(tmp_path, saved, saved, [])
+    start = Start(tmp_path, saved, saved, finished=False, remarks=[])
     with pytest.raises(UserError, match=r"rank-0.state is not there: .* start from its weights with weights_from"):
         restore(communicator, engine, start)
     step(engine, GOOD, range(4))

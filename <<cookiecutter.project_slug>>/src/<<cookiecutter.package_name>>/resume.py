@@ -41,19 +41,13 @@ FREE = ("name", "resume", "hydra")  # say nothing about the training
 
 @dataclass(frozen=True)
 class Start:
-    """Where a run goes on.
-
-    Attributes:
-        folder: The checkpoint's.
-        saved: The state in it, with the ranks that made it.
-        state: The same with the ranks and the global batch of now.
-        remarks: What is not as it was, a sentence each.
-    """
+    """The checkpoint that a run goes on from."""
 
     folder: Path
-    saved: State
-    state: State
-    remarks: list[str]
+    saved: State  # with the ranks that made it
+    state: State  # with the ranks and the global batch of now
+    finished: bool  # nothing is left to train
+    remarks: list[str]  # what is not as it was, a sentence each
 
     @property
     def same_world(self) -> bool:
@@ -61,30 +55,27 @@ class Start:
         return self.saved.world_size == self.state.world_size
 
 
-def choose(store: Store, which: str) -> Checkpoint | None:
-    """The checkpoint that `resume` names: the newest good one for auto, none for a new run.
+def find_start(store: Store, which: str) -> Path | None:
+    """The checkpoint that `resume` names: the newest good one for auto, none for a new run; a URL is downloaded first.
 
     Raises:
         UserError: if resume=never and there are checkpoints, or the one that is named is damaged or missing.
     """
-    if which == "auto":
-        return store.newest_good()
-    if which != "never":
-        return store.find_good(which)
-    if store.checkpoints():
-        raise UserError(
-            f"resume=never, but {store.folder} already has checkpoints: choose another name=..., or resume=auto"
-        )
-    return None
-
-
-def find_start(store: Store, which: str) -> Path | None:
-    """The folder to go on from, or None to start anew; a URL is downloaded into the run's own store first."""
-    found = download(which, store.folder) if is_url(which) else choose(store, which)
+    if which == "never":
+        if store.checkpoints():
+            raise UserError(
+                f"resume=never, but {store.folder} already has checkpoints: choose another name=..., or resume=auto"
+            )
+        return None
+    found = store.newest_good() if which == "auto" else _named(store, which)
     if found is None:
         return None
     store.resumed_from(found)
     return found.folder
+
+
+def _named(store: Store, which: str) -> Checkpoint:
+    return download(which, store.folder) if is_url(which) else store.find_good(which)
 
 
 def read_start(folder: Path, fresh: State, config: DictConfig, cadence: Cadence) -> Start:
@@ -97,7 +88,8 @@ def read_start(folder: Path, fresh: State, config: DictConfig, cadence: Cadence)
             train.
     """
     saved, before = read_state(folder), read_flat(folder / "config.yaml")
-    remarks = [*_changed(folder, before, config, cadence.is_finished(saved))]
+    finished = cadence.is_finished(saved)
+    remarks = [*_changed(folder, before, config, finished)]
     if saved.samples != fresh.samples:
         raise UserError(
             f"{folder} was made with {saved.samples} training samples and there are {fresh.samples} now:"
@@ -106,7 +98,8 @@ def read_start(folder: Path, fresh: State, config: DictConfig, cadence: Cadence)
     batch = fresh.global_batch if _sets_batch(before, config) else saved.global_batch
     if saved.world_size != fresh.world_size:
         remarks.append(f"going on with {fresh.world_size} ranks instead of {saved.world_size}: global batch {batch}")
-    return Start(folder, saved, replace(saved, world_size=fresh.world_size, global_batch=batch), remarks)
+    state = replace(saved, world_size=fresh.world_size, global_batch=batch)
+    return Start(folder, saved, state, finished, remarks)
 
 
 def _sets_batch(before: Mapping[str, Any], config: DictConfig) -> bool:

@@ -30,30 +30,28 @@ class Saver:
     """Saves a run's state; all ranks call it together, the writing one's publisher writes.
 
     Args:
+        config: Kept beside the weights; it says how to save, and to which mirror.
         communicator: The ranks.
         engine: What is saved beside the state.
-        publisher: Writes, on the writing rank.
-        mirror: Where to each checkpoint is uploaded, or None; only on the writing rank.
-        config: The config as YAML, kept beside the weights.
-        saved: What a checkpoint holds already, or None.
+        store: Where to.
+        saved: What is in a checkpoint already.
     """
 
     def __init__(
-        self,
-        communicator: Communicator,
-        engine: Engine,
-        publisher: Publisher,
-        mirror: Mirror | None,
-        config: str,
-        saved: State | None,
+        self, config: DictConfig, communicator: Communicator, engine: Engine, store: Store, saved: State | None
     ) -> None:
+        self._config = OmegaConf.to_yaml(config)
         self._communicator = communicator
         self._engine = engine
-        self._publisher = publisher
-        self._mirror = mirror
-        self._config = config
         self._saved = saved
-        self._described = describe(config) if communicator.writes else {}
+        self._mirror = open_mirror(config, store) if communicator.writes else None
+        self._publisher = Publisher(
+            store,
+            asynchronous=config.checkpoint.asynchronous,
+            max_failures=config.checkpoint.max_failures,
+            published=self._mirror.upload if self._mirror else None,
+        )
+        self._described = describe(self._config) if communicator.writes else {}
 
     def __call__(self, state: State) -> None:
         """Save, unless nothing has happened since the last save; returns as soon as training may go on."""
@@ -90,20 +88,6 @@ class Saver:
         self._communicator.on_writer(self._publisher.close, "last save")
         if self._mirror:
             self._mirror.close(mirror_timeout)
-
-
-def open_saver(
-    config: DictConfig, communicator: Communicator, engine: Engine, store: Store, saved: State | None
-) -> Saver:
-    """The run's saver as the config wants it; `saved` is in a checkpoint already."""
-    mirror = open_mirror(config, store) if communicator.writes else None
-    publisher = Publisher(
-        store,
-        asynchronous=config.checkpoint.asynchronous,
-        max_failures=config.checkpoint.max_failures,
-        published=mirror.upload if mirror else None,
-    )
-    return Saver(communicator, engine, publisher, mirror, OmegaConf.to_yaml(config), saved)
 
 
 def open_mirror(config: DictConfig, store: Store) -> Mirror | None:

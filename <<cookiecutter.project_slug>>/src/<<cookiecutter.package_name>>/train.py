@@ -26,7 +26,7 @@ from .preemption import Preemption
 from .progress import State
 from .ranks import Communicator, launched_rank, open_communicator
 from .run_folder import TRAINING, check_folder
-from .saving import open_saver, upload_newest
+from .saving import Saver, upload_newest
 from .tracking import METRICS, Tracker, open_log, read_metrics, show_table
 
 
@@ -65,7 +65,7 @@ def carry_on(run: Run, begin: Callable[[], None], record: Callable[[], None]) ->
             return fit(run, fresh, record)
         cadence = open_cadence(run.config)
         start = run.communicator.together(lambda: resume.read_start(folder, fresh, run.config, cadence), "plan")
-        if cadence.is_finished(start.state):
+        if start.finished:
             return show_result(run, start.saved)
         resume.restore(run.communicator, run.engine, start)
         return fit(run, start.state, record, resumed=True)
@@ -122,7 +122,7 @@ def fit(run: Run, state: State, record: Callable[[], None], resumed: bool = Fals
     sampler = communicator.together(lambda: open_sampler(config, communicator, state), "sampler")
     schedule = communicator.together(lambda: open_schedule(config, state), "schedule")
     saved = state if resumed else None
-    saver = communicator.together(lambda: open_saver(config, communicator, run.engine, run.store, saved), "saver")
+    saver = communicator.together(lambda: Saver(config, communicator, run.engine, run.store, saved), "saver")
     communicator.on_writer(record, "record")
     communicator.on_writer(lambda: write_options(config, run.folder), "options")
     tracker = Tracker(
