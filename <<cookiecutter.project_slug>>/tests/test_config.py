@@ -14,9 +14,9 @@ from omegaconf.errors import ConfigAttributeError
 from << cookiecutter.package_name >>.assemble import open_schedule
 from << cookiecutter.package_name >>.errors import UserError, user_sentence
 from << cookiecutter.package_name >>.options import RULES, check_options, read_options
-from << cookiecutter.package_name >>.progress import State
 from << cookiecutter.package_name >>.schedule import Schedule
 from << cookiecutter.package_name >>.train import train
+from << cookiecutter.package_name >>.train_state import TrainState
 
 pytestmark = pytest.mark.usefixtures("engine")
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("engine")
 @pytest.mark.parametrize("choice", choices("schedule"))
 def test_every_schedule_warms_up_to_the_scaled_rate(choice: str) -> None:
     config = compose_config(f"schedule={choice}")
-    state = State(samples=1000, global_batch=4 * config.data.batch_size, world_size=2)
+    state = TrainState(samples=1000, global_batch=4 * config.data.batch_size, world_size=2)
     schedule = open_schedule(config, state)
     assert isinstance(schedule, Schedule)
     assert schedule(0) == config.optimizer.lr

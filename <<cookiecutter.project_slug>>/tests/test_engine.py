@@ -12,9 +12,9 @@ from jobs import choices, compose_config
 
 from << cookiecutter.package_name >>.engine import Sums, rank_file
 from << cookiecutter.package_name >>.errors import UserError
-from << cookiecutter.package_name >>.progress import State
 from << cookiecutter.package_name >>.ranks import Communicator, open_communicator
 from << cookiecutter.package_name >>.resume import Start, restore
+from << cookiecutter.package_name >>.train_state import TrainState
 
 
 @pytest.fixture
@@ -107,7 +107,7 @@ def test_a_poisoned_model_is_never_saved(communicator: Communicator) -> None:
 def test_a_rank_reads_its_own_file_alone(communicator: Communicator, tmp_path: Path) -> None:
     engine, _ = make(communicator)
     engine.shared_state(engine.statistics())(tmp_path)
-    saved = State(samples=32, global_batch=8, world_size=communicator.size)
+    saved = TrainState(samples=32, global_batch=8, world_size=communicator.size)
     start = Start(tmp_path, saved, saved, finished=False, remarks=[])
     with pytest.raises(UserError, match=r"rank-0.state is not there: .* start from its weights with weights_from"):
         restore(communicator, engine, start)

@@ -30,8 +30,8 @@ from my_training.checkpoints.store import Store
 from my_training.errors import UserError
 from my_training.export import model_folder
 from my_training.export.command import export
-from my_training.progress import read_state
 from my_training.train import train
+from my_training.train_state import read_train_state
 from my_training.trust import read_config
 
 Maker = Callable[[Path], object]
@@ -217,7 +217,7 @@ def test_a_model_folder_and_single_files(kind: str, tmp_path: Path) -> None:
         assert model_folder.data_shape(folder) == (1,)
         replace(folder / name, KINDS[kind], tmp_path)
         ends(lambda folder=folder: refused(lambda: model_folder.data_shape(folder), "is damaged"))  # type: ignore[misc]
-    for name, read in (("config.yaml", read_config), ("train_state.json", lambda file: read_state(file.parent))):
+    for name, read in (("config.yaml", read_config), ("train_state.json", lambda file: read_train_state(file.parent))):
         (tmp_path / name).write_text("{}")
         replace(tmp_path / name, KINDS[kind], tmp_path)
         ends(lambda name=name, read=read: refused(lambda: read(tmp_path / name)))  # type: ignore[misc]

@@ -27,17 +27,17 @@ from my_training.errors import UserError
 from my_training.evaluate import run_config
 from my_training.export.command import export
 from my_training.options import check_options
-from my_training.progress import State, read_state
 from my_training.ranks import _check_writable
 from my_training.resume import read_start
 from my_training.run_folder import COMPRESSION, TRAINING, check_folder, kind_of
 from my_training.sampler import Position
 from my_training.train import train
+from my_training.train_state import TrainState, read_train_state
 
 SMALL = ("epochs=1", "model.hidden=[4]", "tracking.tensorboard=false", "data.evaluation_batch=512")
 
 
-def run_here(folder: Path, *overrides: str) -> State:
+def run_here(folder: Path, *overrides: str) -> TrainState:
     return train(compose_config(*SMALL, *overrides), folder)
 
 
@@ -125,13 +125,13 @@ def test_an_inherited_global_batch_stays(finished: Path, tmp_path: Path) -> None
     start = Store(finished / "checkpoints").newest_good()
     assert start
 
-    def planned(saved: State, ranks: int, *overrides: str) -> State:
+    def planned(saved: TrainState, ranks: int, *overrides: str) -> TrainState:
         config = compose_config(*SMALL, *overrides)
         OmegaConf.resolve(config)
         fresh = replace(saved, world_size=ranks, global_batch=64 * ranks)
         return read_start(tmp_path, fresh, config, open_cadence(config)).state
 
-    saved = replace(read_state(start.folder), global_batch=128, world_size=2)
+    saved = replace(read_train_state(start.folder), global_batch=128, world_size=2)
     for ranks in (3, 3, 2):
         (tmp_path / "config.yaml").write_bytes((start.folder / "config.yaml").read_bytes())
         saved.write(tmp_path)
@@ -159,7 +159,7 @@ def test_a_third_start_at_another_size_keeps_the_global_batch(job: Job, tmp_path
         assert result.returncode == 0, result.stdout
         newest = Store(tmp_path / "run/checkpoints").newest_good()
         assert newest
-        assert newest.meta["global_batch"] == read_state(newest.folder).global_batch == 32
+        assert newest.meta["global_batch"] == read_train_state(newest.folder).global_batch == 32
 
 
 # Whose folder it is
@@ -340,14 +340,14 @@ def test_a_measurement_leaves_the_trainings_timeline_alone(tmp_path: Path) -> No
 def test_fewer_epochs_than_are_done_are_the_end_though_nothing_was_measured() -> None:
     cadence = open_cadence(compose_config(*SMALL, "epochs=2"))
     for epoch, offset, finished in ((1, 8, False), (2, 0, False), (2, 8, True), (3, 0, True)):
-        state = State(samples=32, global_batch=8, world_size=1, position=Position(epoch, offset))
+        state = TrainState(samples=32, global_batch=8, world_size=1, position=Position(epoch, offset))
         assert cadence.is_finished(state) is finished
 
 
 def test_a_result_is_shown_with_the_ranks_that_made_it(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
     start = Store(finished / "checkpoints").newest_good()
     assert start
-    two = replace(read_state(start.folder), world_size=2)
+    two = replace(read_train_state(start.folder), world_size=2)
     copy = Path(shutil.copytree(finished, finished.parent / "two"))
     folder = copy / "checkpoints" / start.name
     two.write(folder)

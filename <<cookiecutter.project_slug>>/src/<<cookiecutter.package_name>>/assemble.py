@@ -11,10 +11,10 @@ from .checkpoints.store import Store
 from .data import Splits, check_samples
 from .errors import UserError
 from .loop import Cadence
-from .progress import State
 from .ranks import Communicator
 from .sampler import Sampler
 from .schedule import Schedule, scaling_factor
+from .train_state import TrainState
 
 
 def open_data(config: DictConfig) -> Splits:
@@ -38,17 +38,17 @@ def open_store(config: DictConfig, folder: Path) -> Store:
     )
 
 
-def fresh_state(config: DictConfig, splits: Splits, communicator: Communicator) -> State:
+def fresh_state(config: DictConfig, splits: Splits, communicator: Communicator) -> TrainState:
     """The state before the first step."""
     per_rank = config.data.batch_size * config.horovod.accumulation
-    return State(
+    return TrainState(
         samples=len(splits.train),
         global_batch=config.data.global_batch or per_rank * communicator.size,
         world_size=communicator.size,
     )
 
 
-def open_sampler(config: DictConfig, communicator: Communicator, state: State) -> Sampler:
+def open_sampler(config: DictConfig, communicator: Communicator, state: TrainState) -> Sampler:
     """The plan of the whole run for this rank.
 
     Raises:
@@ -71,7 +71,7 @@ def open_sampler(config: DictConfig, communicator: Communicator, state: State) -
     return sampler
 
 
-def open_schedule(config: DictConfig, state: State) -> Schedule:
+def open_schedule(config: DictConfig, state: TrainState) -> Schedule:
     """The learning rate's schedule, scaled from data.batch_size to the global batch."""
     options = {key: value for key, value in config.schedule.items() if key != "scaling"}
     batches = state.global_batch / config.data.batch_size

@@ -16,11 +16,11 @@ from .data import Splits
 from .engine import Engine, Sums, other_wire
 from .errors import UserError
 from .preemption import Preempted, Preemption
-from .progress import State
 from .ranks import Communicator
 from .sampler import Indices, Sampler, Share, evaluation_batches
 from .schedule import Schedule
 from .tracking import Tracker
+from .train_state import TrainState
 
 log = logging.getLogger(__name__)
 
@@ -45,15 +45,15 @@ class Cadence:
     save_every_steps: int | None = None
     patience: int | None = None
 
-    def is_over(self, state: State) -> bool:
+    def is_over(self, state: TrainState) -> bool:
         """Whether nothing is left to train."""
         return state.position.epoch >= self.epochs or self.out_of_patience(state)
 
-    def out_of_patience(self, state: State) -> bool:
+    def out_of_patience(self, state: TrainState) -> bool:
         """Whether the accuracy has not become better for too long."""
         return self.patience is not None and state.stale >= self.patience
 
-    def is_finished(self, state: State) -> bool:
+    def is_finished(self, state: TrainState) -> bool:
         """Whether nothing is left to train or to measure, or more is done than these epochs."""
         if (state.position.epoch, state.position.offset) > (self.epochs, 0):
             return True
@@ -70,13 +70,13 @@ class Loop:
     sampler: Sampler
     schedule: Schedule
     tracker: Tracker
-    save: Callable[[State], None]
+    save: Callable[[TrainState], None]
     preemption: Preemption
     cadence: Cadence
     evaluation_batch: int
     compression: str = "none"  # of gradients on the wire
 
-    def fit(self, state: State) -> State:
+    def fit(self, state: TrainState) -> TrainState:
         """Train from `state` to the end; the ranks' weights are proved equal before and after.
 
         Raises:
@@ -94,7 +94,7 @@ class Loop:
         self._check_weights()
         return state
 
-    def _train(self, state: State) -> State:
+    def _train(self, state: TrainState) -> TrainState:
         window = _Window(state.step)
         shares = self.sampler.shares(state.position, self.cadence.epochs)
         self.preemption.restart()
@@ -118,7 +118,7 @@ class Loop:
                 self._leave(state)
         return state
 
-    def _leave(self, state: State) -> NoReturn:
+    def _leave(self, state: TrainState) -> NoReturn:
         self.save(state)
         raise Preempted(
             f"stopped by a signal after step {state.step}: start it again to go on from there (resume=auto)",
@@ -128,7 +128,7 @@ class Loop:
     def _check_weights(self) -> None:
         self.communicator.check_equal(self.engine.fingerprint(), "the weights")
 
-    def _end_epoch(self, state: State) -> State:
+    def _end_epoch(self, state: TrainState) -> TrainState:
         epoch = state.position.epoch
         last = epoch == self.cadence.epochs
         if last or epoch % self.cadence.evaluate_every == 0:
@@ -138,7 +138,7 @@ class Loop:
             self.save(state)
         return state
 
-    def _log_training(self, state: State, learning_rate: float, window: _Window) -> None:
+    def _log_training(self, state: TrainState, learning_rate: float, window: _Window) -> None:
         """Look at the loss of the steps since the last look; stops all ranks if it is not a number."""
         sums = add_up(self.communicator, self.engine.train_sums(), "train")
         if not sums.count:
@@ -154,7 +154,7 @@ class Loop:
         metrics = {"train/loss": sums.loss / sums.count, "lr": learning_rate, "samples_per_s": window.rate()}
         self.tracker.log(state.step, self.sampler.progress(state.position), metrics)
 
-    def _evaluate(self, state: State) -> State:
+    def _evaluate(self, state: TrainState) -> TrainState:
         watch = _Watch(self.preemption)
         metrics = evaluate(self.communicator, self.engine, self.splits, self.evaluation_batch, watch)
         if watch.stopped:
@@ -167,7 +167,7 @@ class Loop:
         return replace(state, metrics=metrics, measured=state.step, best=best, stale=stale)
 
 
-def owes_evaluation(state: State) -> bool:
+def owes_evaluation(state: TrainState) -> bool:
     """Whether it was stopped between the last step of an epoch and the evaluation."""
     return state.position.offset == 0 and state.position.epoch > state.ended
 

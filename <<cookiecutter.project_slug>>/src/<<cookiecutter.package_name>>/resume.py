@@ -20,8 +20,8 @@ from .checkpoints.store import Store
 from .engine import HOOKS, Engine, rank_file, rank_files
 from .errors import UserError
 from .loop import Cadence
-from .progress import State, read_state
 from .ranks import Communicator
+from .train_state import TrainState, read_train_state
 
 log = logging.getLogger(__name__)
 
@@ -44,8 +44,8 @@ class Start:
     """The checkpoint that a run goes on from."""
 
     folder: Path
-    saved: State  # with the ranks that made it
-    state: State  # with the ranks and the global batch of now
+    saved: TrainState  # with the ranks that made it
+    state: TrainState  # with the ranks and the global batch of now
     finished: bool  # nothing is left to train
     remarks: list[str]  # what is not as it was, a sentence each
 
@@ -78,7 +78,7 @@ def _named(store: Store, which: str) -> Checkpoint:
     return download(which, store.folder) if is_url(which) else store.find_good(which)
 
 
-def read_start(folder: Path, fresh: State, config: DictConfig, cadence: Cadence) -> Start:
+def read_start(folder: Path, fresh: TrainState, config: DictConfig, cadence: Cadence) -> Start:
     """Compare a checkpoint's state and options with those of now.
 
     A run keeps its global batch, whatever the number of ranks, until an option that sets it is changed.
@@ -87,7 +87,7 @@ def read_start(folder: Path, fresh: State, config: DictConfig, cadence: Cadence)
         UserError: if it belongs to other training data, an option may not change within a run, or nothing is left to
             train.
     """
-    saved, before = read_state(folder), read_flat(folder / "config.yaml")
+    saved, before = read_train_state(folder), read_flat(folder / "config.yaml")
     finished = cadence.is_finished(saved)
     remarks = [*_changed(folder, before, config, finished)]
     if saved.samples != fresh.samples:

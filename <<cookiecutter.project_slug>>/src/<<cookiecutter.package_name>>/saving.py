@@ -20,8 +20,8 @@ from .checkpoints.mirror import Mirror
 from .checkpoints.provenance import describe
 from .checkpoints.store import Store, Writer
 from .engine import HOOKS, Engine, rank_file
-from .progress import State
 from .ranks import BLOCK, Bytes, Communicator
+from .train_state import TrainState
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ class Saver:
     """
 
     def __init__(
-        self, config: DictConfig, communicator: Communicator, engine: Engine, store: Store, saved: State | None
+        self, config: DictConfig, communicator: Communicator, engine: Engine, store: Store, saved: TrainState | None
     ) -> None:
         self._config = OmegaConf.to_yaml(config)
         self._communicator = communicator
@@ -53,7 +53,7 @@ class Saver:
         )
         self._described = describe(self._config) if communicator.writes else {}
 
-    def __call__(self, state: State) -> None:
+    def __call__(self, state: TrainState) -> None:
         """Save, unless nothing has happened since the last save; returns as soon as training may go on."""
         if self._saved and (self._saved.step, self._saved.ended) == (state.step, state.ended):
             return
@@ -66,7 +66,7 @@ class Saver:
         )
         self._saved = state
 
-    def _copy(self, statistics: dict[str, Any], ranks: RankStates, state: State) -> Writer:
+    def _copy(self, statistics: dict[str, Any], ranks: RankStates, state: TrainState) -> Writer:
         write_shared, hooks = self._engine.shared_state(statistics), self._engine.hooks.state()
 
         def write(folder: Path) -> None:
@@ -103,7 +103,7 @@ def upload_newest(config: DictConfig, store: Store) -> None:
         mirror.close()
 
 
-def _measured(state: State) -> dict[str, Any]:
+def _measured(state: TrainState) -> dict[str, Any]:
     return {
         "epoch": state.position.epoch,
         "metrics": state.metrics if state.measured == state.step else {},

@@ -23,11 +23,11 @@ from .errors import UserError, end_hydra_well, end_well
 from .loop import Loop
 from .options import check_options
 from .preemption import Preemption
-from .progress import State
 from .ranks import Communicator, launched_rank, open_communicator
 from .run_folder import TRAINING, check_folder
 from .saving import Saver, upload_newest
 from .tracking import METRICS, Tracker, open_log, read_metrics, show_table
+from .train_state import TrainState
 
 
 @dataclass(frozen=True)
@@ -43,13 +43,13 @@ class Run:
     store: Store
 
 
-def train(config: DictConfig, folder: Path) -> State:
+def train(config: DictConfig, folder: Path) -> TrainState:
     """Build the parts of a run, train, and leave its records in `folder`."""
     run = open_run(config, folder, TRAINING)
     return carry_on(run, lambda: begin(run), lambda: None)
 
 
-def carry_on(run: Run, begin: Callable[[], None], record: Callable[[], None]) -> State:
+def carry_on(run: Run, begin: Callable[[], None], record: Callable[[], None]) -> TrainState:
     """Train from where the run had come to, if there is anything left to train.
 
     Args:
@@ -108,7 +108,7 @@ def write_options(config: DictConfig, folder: Path) -> None:
         (folder / ".hydra" / f"{name}.tmp").replace(folder / ".hydra" / name)
 
 
-def show_result(run: Run, state: State) -> State:
+def show_result(run: Run, state: TrainState) -> TrainState:
     """What a finished run has come to; a mirror gets what it still lacks."""
     run.communicator.on_writer(lambda: upload_newest(run.config, run.store), "mirror")
     if run.communicator.writes:
@@ -116,7 +116,7 @@ def show_result(run: Run, state: State) -> State:
     return state
 
 
-def fit(run: Run, state: State, record: Callable[[], None], resumed: bool = False) -> State:
+def fit(run: Run, state: TrainState, record: Callable[[], None], resumed: bool = False) -> TrainState:
     """Train from `state`, which a checkpoint may hold already, to the end and show what came of it."""
     config, communicator = run.config, run.communicator
     sampler = communicator.together(lambda: open_sampler(config, communicator, state), "sampler")
@@ -159,7 +159,7 @@ def fit(run: Run, state: State, record: Callable[[], None], resumed: bool = Fals
     return final
 
 
-def summary(run: Run, state: State, seconds: float | None = None) -> dict[str, str]:
+def summary(run: Run, state: TrainState, seconds: float | None = None) -> dict[str, str]:
     """The rows of the table at the end."""
     impatient = open_cadence(run.config).out_of_patience(state)
     ended = f"no better accuracy in {state.stale} evaluations (patience={run.config.patience})"

@@ -12,8 +12,8 @@ from typing import Any
 import horovod.tensorflow as hvd
 import tensorflow as tf
 
-from ..buckets import split
 from ..errors import UserError
+from ..gradient_groups import group_gradients
 from ..ranks import check_adasum
 
 
@@ -56,9 +56,9 @@ class Reducer:
         dense = {index: tf.convert_to_tensor(one) for index, one in enumerate(gradients) if one is not None}
         order = list(dense)[::-1]  # backward computes the last layer's first
         sizes = [dense[index].shape.num_elements() * dense[index].dtype.size for index in order]
-        buckets = split(sizes, [dense[index].dtype for index in order], self._groups)
-        for number, bucket in enumerate(buckets):
-            members = [order[position] for position in bucket]
+        groups = group_gradients(sizes, [dense[index].dtype for index in order], self._groups)
+        for number, group in enumerate(groups):
+            members = [order[position] for position in group]
             combined = self._combine([dense[index] for index in members], f"gradients_{number}")
             for index, gradient in zip(members, combined, strict=True):
                 result[index] = gradient

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..buckets import split
 from ..errors import UserError
+from ..gradient_groups import group_gradients
 from ..ranks import Communicator, check_adasum
 from .compressor import open_compressor
 
@@ -64,8 +64,9 @@ class Reducer:
         self._made_by = [str(compression), rank]
         if op == "adasum" and self.compressor is not None:
             raise UserError(f"horovod.compression={compression} adds gradients up: use it with horovod.op=average")
-        buckets = split([p.nbytes for p in parameters], [(p.dtype, p.device) for p in parameters], groups)
-        self._groups = [_Group(index, [parameters[i] for i in bucket]) for index, bucket in enumerate(buckets)]
+        kinds = [(p.dtype, p.device) for p in parameters]
+        grouped = group_gradients([p.nbytes for p in parameters], kinds, groups)
+        self._groups = [_Group(index, [parameters[i] for i in group]) for index, group in enumerate(grouped)]
         for group in self._groups:
             for parameter in group.parameters:
                 parameter.register_post_accumulate_grad_hook(self._hook(group))  # type: ignore[no-untyped-call]

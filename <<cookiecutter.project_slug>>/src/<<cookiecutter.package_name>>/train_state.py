@@ -14,7 +14,7 @@ FILE = "train_state.json"
 
 
 @dataclass(frozen=True)
-class State:
+class TrainState:
     """Steps done, the position in the data, and what was measured.
 
     `samples` and `global_batch` are those of the plan that the position belongs to; `ended` is the last epoch whose
@@ -37,7 +37,7 @@ class State:
         (folder / FILE).write_text(json.dumps(asdict(self), indent=2), encoding="utf-8")
 
 
-def read_state(folder: Path) -> State:
+def read_train_state(folder: Path) -> TrainState:
     """The state in a checkpoint's folder.
 
     Raises:
@@ -45,6 +45,6 @@ def read_state(folder: Path) -> State:
     """
     try:
         values = read_json(folder / FILE)
-        return State(**{**values, "position": Position(**values["position"])})
+        return TrainState(**{**values, "position": Position(**values["position"])})
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise UserError(f"{folder / FILE} cannot be read ({error}): resume from another checkpoint") from error
