@@ -69,9 +69,9 @@ def test_it_asks_the_image_for_what_it_has(project: Path) -> None:
     assert "== worker ]]" in entry
     assert f"SSH_SECRET:-{jobs(text)[1]['spec']['sshAuthMountPath']}" in entry
     assert "Port 2222" in (project / "docker/sshd_config").read_text()
-    package = next((project / "src").glob("*/launch/command.py"))
+    sources = "".join(file.read_text() for file in (project / "src").glob("*/*/command.py"))
     for option in launcher[1:-1]:
-        assert f'add("{option.partition("=")[0]}"' in package.read_text(), option
+        assert f'("{option.partition("=")[0]}"' in sources, option
 
 
 def test_its_pods_may_do_little(project: Path) -> None:

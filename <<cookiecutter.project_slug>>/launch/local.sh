@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Trains with several processes (ranks), on this machine unless hosts are named:
+# Trains with several processes (ranks) on this machine:
 #   launch/local.sh [-n RANKS] [overrides of the configuration...]
 # RANKS is the number of GPUs by default, or 2 without a GPU; launch/local.sh --help lists all options.
 set -euo pipefail

@@ -353,7 +353,7 @@ def test_a_real_job_that_fails(ward: Ward) -> None:
         ward.shell("node2", f"umount {' '.join(libraries)}")
     assert [item["check"] for item in bad] == ["allreduce"] * len(ENGINES)
     assert "cannot be imported" in bad[0]["found"]
-    assert f"start it by hand to see more: {sys.executable} -m {PACKAGE}.launch --no-check" in bad[0]["way_out"]
+    assert f"start it by hand to see more: {sys.executable} -m {PACKAGE}.launch ssh --no-check" in bad[0]["way_out"]
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])

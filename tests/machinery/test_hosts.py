@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from my_training.cluster.hosts import allot, parse_hosts, read_hosts
 from my_training.errors import UserError
-from my_training.launch.hosts import Host, allot, parse_hosts, read_hosts
+from my_training.launch.transport import Host
 
 HOSTFILE = """\ufeff# the cluster\r
 node-1

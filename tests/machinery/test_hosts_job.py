@@ -35,10 +35,12 @@ def hurry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "hurry"
 
 
-def launch(hosts: Hosts, run: Path, *options: str, into: Any = subprocess.PIPE) -> subprocess.Popen[str]:
+def launch(
+    hosts: Hosts, run: Path, *options: str, script: str = "ssh", into: Any = subprocess.PIPE
+) -> subprocess.Popen[str]:
     """Start training from node1."""
     settings = [f"engine={current_engine()}", f"hydra.run.dir={run}", *OPTIONS, *DATA]
-    return hosts.start("node1", "launch/local.sh", "--env", "HURRY", *options, *settings, into=into)
+    return hosts.start("node1", f"launch/{script}.sh", "--env", "HURRY", *options, *settings, into=into)
 
 
 def end_of(job: subprocess.Popen[str], seconds: float) -> str:
@@ -75,7 +77,7 @@ def test_a_dry_run_over_mpi_is_a_command_to_copy(hosts: Hosts) -> None:
     """And what would not stop the job is said beside it."""
     options = ["-H", "node1,node2", "--transport", "mpi", "--dry-run", "--command", "--", "hostname"]
     hosts.check("node2", "mount", "-o", "remount,size=64m", "/dev/shm")
-    done = hosts.run("node1", "launch/local.sh", *options)
+    done = hosts.run("node1", "launch/ssh.sh", *options)
     hosts.check("node2", "mount", "-o", "remount,size=2g", "/dev/shm")
     assert "launch: warning: node2: node2 67 MB: start the container with --shm-size" in done.stderr
     assert sorted(hosts.check("node1", "bash", "-c", done.stdout).split()) == ["node1", "node2"]
@@ -90,7 +92,7 @@ def test_hosts_by_ipv6_addresses(hosts: Hosts, tmp_path: Path) -> None:
         known.write_text(f"{known.read_text()}fd77::{number} {(hosts.folder / f'{name}.key.pub').read_text()}")
     options = [f"engine={current_engine()}", f"hydra.run.dir={tmp_path / 'run'}", "epochs=1"]
     try:
-        done = hosts.run("node1", "launch/local.sh", "-H", "[fd77::1]:1,fd77::2", *options)
+        done = hosts.run("node1", "launch/ssh.sh", "-H", "[fd77::1]:1,fd77::2", *options)
     finally:
         known.write_text(before)
         for number, name in enumerate(hosts.names, 1):
@@ -107,7 +109,7 @@ def test_a_rank_that_fails_elsewhere_is_named_and_no_secret_is_seen(
     script = "echo $STORE_KEY on $(hostname); sleep 4; test $(hostname) = node1 || exit 7; sleep 300"
     options = ["-H", "node1,node2", "--transport", transport, "--env", "STORE_KEY"]
     listed = ""
-    with hosts.start("node1", "launch/local.sh", *options, "--command", "--", "bash", "-c", script) as job:
+    with hosts.start("node1", "launch/ssh.sh", *options, "--command", "--", "bash", "-c", script) as job:
         while job.poll() is None:
             listed += "".join(hosts.check(name, "ps", "-eww", "-o", "args") for name in hosts.names)
             time.sleep(0.5)
@@ -154,11 +156,8 @@ def test_an_elastic_job_goes_on_with_the_rest_and_takes_the_host_back(
     """But not as long as it is faulty: the others are left alone then."""
     run, listed, said = tmp_path / "run", tmp_path / "listed", tmp_path / "said"
     listed.write_text("node1\nnode2\n")
-    options = ("--elastic", "--discover", f"cat {listed}", "--transport", transport)
-    with (
-        said.open("w") as log,
-        launch(hosts, run, *options, "checkpoint.every_steps=4", "resume=never", into=log) as job,
-    ):
+    options = ("--discover", f"cat {listed}", "--transport", transport, "checkpoint.every_steps=4", "resume=never")
+    with said.open("w") as log, launch(hosts, run, *options, script="elastic", into=log) as job:
         wait_for_training(run)
         hosts.cut("node2")
         wait_for_process(run, 0, start=2)

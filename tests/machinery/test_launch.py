@@ -3,9 +3,11 @@
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import threading
+from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,29 +16,25 @@ from jobs import PACKAGE, ROOT, environment
 from needs import HOROVOD_MPI
 from waiting import wait_until
 
-from my_training.cluster import elastic
-from my_training.cluster.elastic import Limits, Pool
-from my_training.errors import UserError
-from my_training.launch import command
-from my_training.launch.command import (
-    Launcher,
-    command_of,
-    discovered_hosts,
-    parse,
-    place,
-    ranks_wanted,
+from my_training.cluster import command, elastic, hosts
+from my_training.cluster.command import (
+    ElasticLauncher,
+    available_hosts,
+    elastic_parser,
+    listed_hosts,
     run_folder,
 )
-from my_training.launch.hosts import Host
-from my_training.launch.network import Interface, Network
+from my_training.cluster.elastic import Limits, Pool
+from my_training.cluster.network import Interface, Network
+from my_training.cluster.start import HostsStart, passed_names
+from my_training.errors import UserError
+from my_training.launch.command import launcher_for, parse
 from my_training.launch.supervise import _first_of_mpi, _split
 from my_training.launch.transport import (
-    Start,
-    choose_transport,
+    Host,
     horovod_has_mpi,
     mpi_version,
     mpirun_command,
-    passed_names,
     plan_gloo,
 )
 
@@ -50,7 +48,7 @@ NETWORK = Network("10.0.0.0/24", CARDS)
 
 
 @pytest.fixture
-def start(monkeypatch: pytest.MonkeyPatch) -> Start:
+def start(monkeypatch: pytest.MonkeyPatch) -> HostsStart:
     """Three ranks on two hosts, with a known environment."""
     for name in list(os.environ):
         monkeypatch.delenv(name)
@@ -58,7 +56,7 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Start:
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "not for the eyes of others")
     monkeypatch.setattr("os.geteuid", lambda: 1000)
-    return Start(["python", "-m", f"{PACKAGE}.train", "name=first"], HOSTS, NETWORK, port=2222)
+    return HostsStart(["python", "-m", f"{PACKAGE}.train", "name=first"], HOSTS, NETWORK, port=2222)
 
 
 def expect(file: str, text: str) -> None:
@@ -78,12 +76,12 @@ def one_a_line(command: str) -> str:
 
 
 @pytest.mark.parametrize("version", [4, 5])
-def test_the_command_line_for_open_mpi(start: Start, version: int) -> None:
+def test_the_command_line_for_open_mpi(start: HostsStart, version: int) -> None:
     expect(f"mpirun-{version}.txt", one_a_line(shlex.join(mpirun_command(start, version))))
 
 
 @pytest.mark.parametrize("version", [4, 5])
-def test_cards_of_different_names(start: Start, version: int) -> None:
+def test_cards_of_different_names(start: HostsStart, version: int) -> None:
     """Only MPI's own subnet and Open MPI 4's hold on all hosts then."""
     cards = {**CARDS, "b.example": Interface("ens5", "10.0.0.2", 24)}
     command = mpirun_command(replace(start, network=Network("10.0.0.0/24", cards)), version)
@@ -93,7 +91,7 @@ def test_cards_of_different_names(start: Start, version: int) -> None:
     assert parts[1].processes[0].environment["HOROVOD_GLOO_IFACE"] == "ens5"
 
 
-def test_the_environment_of_ranks_over_gloo(start: Start) -> None:
+def test_the_environment_of_ranks_over_gloo(start: HostsStart) -> None:
     parts = plan_gloo(start, "10.0.0.1", 4000)
     lines = [
         f"{part.host} {process.name} {name}={value}"
@@ -126,46 +124,50 @@ def test_a_dry_run_of_an_elastic_job_is_its_largest_start() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "sentence"),
+    ("script", "options", "sentence"),
     [
-        (["-n", "two"], "-n is 'two', but it must be a number of ranks"),
-        (["-H", "localhost:2", "-n", "3"], "3 processes do not fit the hosts, which have 2 slots"),
-        (["-H", "localhost:2,localhost"], "names localhost a second time"),
-        (["-H", "a..b"], "'a..b' has no valid host name"),
-        (["-H", "a" * 64], "has no valid host name"),
-        (["--command", "--", "sh", "-c", "exit 2"], "ended with code 2"),
-        (["-H", "a:0"], "'a:0' has 0 slots, which must be a whole number from 1 to 999999"),
-        (["-H", ""], "'' is no host"),
-        (["-H", "localhost,127.0.0.1."], "localhost and 127.0.0.1 are both this machine: list it once"),
-        (["--transport", "mpi", "-H", "2001:db8::1"], "2001:db8::1 is no host for mpirun, which takes no IPv6 address"),
-        (["--network", "10.0.0.0/8"], "--network is of use with other hosts only"),
-        (["--network", "eth0", "-H", "a"], "--network eth0 is no subnet"),
-        (["--port", "0", "-H", "a"], "--port: '0' is no port, which is a number from 1 to 65535"),
-        (["--transport", "tcp"], "--transport: invalid choice: 'tcp'"),
-        (["-H", "a", "--hosts", "file"], "--hosts and -H both name hosts: give one of them"),
-        (["--hosts", "no-such-file"], f"the hostfile {ROOT / 'no-such-file'} cannot be read"),
-        (["--module", "nothing"], "--module nothing is not in this project"),
-        (["--command"], "--command needs a command"),
-        (["--elastic", "-H", "a", "--min", "2", "--max", "1"], "--max of at least --min"),
-        (["--elastic"], "--elastic needs to know the hosts"),
-        (["--elastic", "--discover", "exit 3"], "--discover 'exit 3' ended with 3 (it says nothing)"),
-        (["--elastic", "-H", "localhost", "epochs=1,2", "--multirun"], "--elastic starts one run again and again"),
-        (["--elastic", "-H", "a", "--slots", "0"], "--slots 0 must be at least 1"),
-        (["--elastic", "-H", "a", "--discover", "true"], "--discover and -H both name hosts"),
-        (
-            ["--elastic", "--discover", "echo; echo a slots=x"],
-            "--discover 'echo; echo a slots=x', line 2: 'a slots=x' has",
-        ),
-        (["--elastic", "-H", "a", "--min", "2", "--dry-run"], "the hosts have 1 slots now, fewer than --min 2"),
-        (["--grace", "-1"], "--grace -1 must be at least 0"),
-        (["--grace", "nan"], "--grace: 'nan' is no number of seconds"),
-        (["--min", "2"], "--min is of use with --elastic only"),
-        (["--env", "NO_SUCH=1"], "--env NO_SUCH=1: there is no such variable here"),
-        (["name=first", "-n", "2"], "-n stands behind name=first, where the training's options begin"),
+        ("local", ["-n", "two"], "-n: 'two' is no whole number from 1 to 999999: --help lists the options"),
+        ("local", ["-n", "0"], "-n: '0' is no whole number from 1"),
+        ("local", ["-H", "localhost:2"], "-H is of use with several hosts only: start launch/ssh.sh"),
+        ("local", ["--hosts=file"], "--hosts is of use with several hosts only"),
+        ("local", ["--network", "10.0.0.0/8"], "unrecognized arguments: --network"),
+        ("local", ["--min", "2"], "unrecognized arguments: --min"),
+        ("local", ["--command", "--", "sh", "-c", "exit 2"], "ended with code 2"),
+        ("local", ["--transport", "tcp"], "--transport: invalid choice: 'tcp'"),
+        ("local", ["--module", "nothing"], "--module: nothing is not in this project"),
+        ("local", ["--command"], "--command needs a command"),
+        ("local", ["--module", "train", "--command"], "--command: not allowed with argument --module"),
+        ("local", ["--grace", "-1"], "--grace: '-1' is no number of seconds"),
+        ("local", ["--grace", "nan"], "--grace: 'nan' is no number of seconds"),
+        ("local", ["name=first", "-n", "2"], "-n stands behind name=first, where the training's options begin"),
+        ("ssh", [], f"the hostfile {ROOT / 'launch/hosts'} cannot be read"),
+        ("ssh", ["-H", "localhost:2", "-n", "3"], "3 processes do not fit the hosts, which have 2 slots"),
+        ("ssh", ["-H", "localhost:2,localhost"], "names localhost a second time"),
+        ("ssh", ["-H", "a..b"], "'a..b' has no valid host name"),
+        ("ssh", ["-H", "a" * 64], "has no valid host name"),
+        ("ssh", ["-H", "a:0"], "'a:0' has 0 slots, which must be a whole number from 1 to 999999"),
+        ("ssh", ["-H", ""], "'' is no host"),
+        ("ssh", ["-H", "localhost,127.0.0.1."], "localhost and 127.0.0.1 are both this machine: list it once"),
+        ("ssh", ["--transport", "mpi", "-H", "2001:db8::1"], "2001:db8::1 is no host for mpirun, which takes no IPv6"),
+        ("ssh", ["--network", "eth0", "-H", "a"], "--network eth0 is no subnet"),
+        ("ssh", ["--port", "0", "-H", "a"], "--port: '0' is no port, which is a number from 1 to 65535"),
+        ("ssh", ["-H", "a", "--hosts", "file"], "--hosts: not allowed with argument -H"),
+        ("ssh", ["--hosts", "no-such-file"], f"the hostfile {ROOT / 'no-such-file'} cannot be read"),
+        ("ssh", ["-H", "a", "--env", "NO_SUCH=1"], "--env: NO_SUCH=1 is no variable here"),
+        ("ssh", ["-H", "a", "--min", "2"], "unrecognized arguments: --min"),
+        ("elastic", ["-H", "a", "--min", "2", "--max", "1"], "--max 1 must be at least --min 2"),
+        ("elastic", ["-H", "a", "-n", "2"], "unrecognized arguments: -n"),
+        ("elastic", [], f"the hostfile {ROOT / 'launch/hosts'} cannot be read"),
+        ("elastic", ["--discover", "exit 3"], "--discover 'exit 3' ended with 3 (it says nothing)"),
+        ("elastic", ["-H", "localhost", "epochs=1,2", "--multirun"], "an elastic job starts one run again and again"),
+        ("elastic", ["-H", "a", "--slots", "0"], "--slots: '0' is no whole number from 1"),
+        ("elastic", ["-H", "a", "--discover", "true"], "--discover: not allowed with argument -H"),
+        ("elastic", ["--discover", "echo; echo a slots=x"], "--discover 'echo; echo a slots=x', line 2: 'a slots=x'"),
+        ("elastic", ["-H", "a", "--min", "2", "--dry-run"], "the hosts have 1 slots now, fewer than --min 2"),
     ],
 )
-def test_what_is_refused(options: list[str], sentence: str) -> None:
-    command = ["launch/local.sh", "--transport", "gloo", *options]
+def test_what_is_refused(script: str, options: list[str], sentence: str) -> None:
+    command = [f"launch/{script}.sh", *(() if "--transport" in options else ("--transport", "gloo")), *options]
     done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert done.stderr.startswith("error: ")
@@ -176,26 +178,52 @@ def test_what_is_refused(options: list[str], sentence: str) -> None:
 @pytest.mark.needs("ssh")
 @pytest.mark.parametrize("more", [[], ["--no-check"]])
 def test_a_host_that_does_not_answer_is_named(more: list[str]) -> None:
-    command = ["launch/local.sh", "--transport", "gloo", "-H", "localhost,no-such-host.invalid", *more]
+    command = ["launch/ssh.sh", "--transport", "gloo", "-H", "localhost,no-such-host.invalid", *more]
     done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert "error: no-such-host.invalid: " in done.stderr
 
 
 def test_places() -> None:
-    assert place([], 5) == [Host("localhost", 5)]
-    assert place(HOSTS, None) == HOSTS
-    assert place(HOSTS, 1) == [Host("a.example", 1)]
-    assert ranks_wanted(None) is None
-    with pytest.raises(UserError, match="-n is '0'"):
-        ranks_wanted("0")
+    def placed(*words: str) -> list[Host]:
+        launcher = launcher_for([*words, "--transport", "gloo"])
+        found: list[list[Host]] = []
+        launcher.run_on = found.append  # type: ignore[method-assign,assignment]
+        launcher.run()
+        return found[0]
+
+    assert placed("-n", "5") == [Host("localhost", 5)]
+    assert placed("ssh", "-H", "a:2,b") == [Host("a", 2), Host("b", 1)]
+    assert placed("ssh", "-H", "a:2,b", "-n", "1") == [Host("a", 1)]
 
 
 def test_commands() -> None:
-    assert command_of(parse(["--", "--cfg", "job"]))[1:] == ["-m", f"{PACKAGE}.train", "--cfg", "job"]
-    assert command_of(parse(["name=first", "-x"]))[-2:] == ["name=first", "-x"]
-    assert command_of(parse(["--module", "evaluate", "runs/first"]))[2:] == [f"{PACKAGE}.evaluate", "runs/first"]
-    assert command_of(parse(["--command", "--", "date"])) == ["date"]
+    def command(*words: str) -> list[str]:
+        return launcher_for(["--transport", "gloo", *words]).command
+
+    assert command("--", "--cfg", "job")[1:] == ["-m", f"{PACKAGE}.train", "--cfg", "job"]
+    assert command("name=first", "-x")[-2:] == ["name=first", "-x"]
+    assert command("--module", "evaluate", "runs/first")[2:] == [f"{PACKAGE}.evaluate", "runs/first"]
+    assert command("--command", "--", "date") == ["date"]
+
+
+def test_a_project_without_several_hosts_still_launches(tmp_path: Path) -> None:
+    """A copy that lacks the room for them, and what goes with it."""
+    shutil.copytree(ROOT / "src", tmp_path / "src", ignore=shutil.ignore_patterns("cluster", "__pycache__"))
+    variables = environment() | {"PYTHONPATH": str(tmp_path / "src")}
+
+    def run(*words: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", f"{PACKAGE}.launch", *words]
+        return subprocess.run(command, env=variables, cwd=tmp_path, capture_output=True, text=True, check=False)
+
+    for words in (["-H", "a:4"], ["--hosts", "file"], ["--elastic"], ["ssh", "-H", "a"], ["elastic", "--min", "2"]):
+        done = run(*words)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert done.stderr.startswith("error: this project was generated without cluster/")
+        assert done.stderr.count("\n") == 1
+    done = run("-n", "2", "--transport", "gloo", "--command", "--", "sh", "-c", "exit $((5 + HOROVOD_RANK - 1))")
+    assert done.returncode in (4, 5)
+    assert re.search(r"error: rank \d on host localhost ended with code \d\n", done.stderr)
 
 
 def test_only_harmless_variables_are_passed_on() -> None:
@@ -217,10 +245,15 @@ def test_the_folder_of_a_run(tmp_path: Path) -> None:
         run_folder([*train, "epoch=3"])
 
 
+def elastic_options(*words: str) -> Namespace:
+    return parse(elastic_parser(), [*words])
+
+
 def test_discovered_hosts() -> None:
-    found = discovered_hosts(parse(["--elastic", "--slots", "4", "--discover", "echo a; echo b:2; echo c slots=3"]))
+    found = available_hosts(elastic_options("--slots", "4", "--discover", "echo a; echo b:2; echo c slots=3"))
     assert found == [Host("a", 4), Host("b", 2), Host("c", 3)]
-    assert discovered_hosts(parse(["--elastic", "--discover", "true"])) == []
+    assert available_hosts(elastic_options("--discover", "true")) == []
+    assert listed_hosts(elastic_options("-H", "a,b:2")) == [Host("a"), Host("b", 2)]
 
 
 def test_a_pool_prefers_the_hosts_in_use_and_leaves_failed_ones_alone() -> None:
@@ -279,16 +312,15 @@ def test_what_hangs_has_a_limit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     (tmp_path / "ssh").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setattr(command, "ANSWER_S", 0.2)
-    monkeypatch.setattr(command, "DISCOVER_S", 0.2)
-    launcher = Launcher(parse(["--transport", "gloo"]), [])
+    monkeypatch.setattr(hosts, "DISCOVER_S", 0.2)
+    launcher = ElasticLauncher(elastic_options("--transport", "gloo", "-H", "192.0.2.1"))
     assert launcher.fault(Host("192.0.2.1"), known=True) == "it does not answer"
     with pytest.raises(UserError, match=r"--discover 'sleep 600' took over 0.2 s: try it by hand"):
-        discovered_hosts(parse(["--elastic", "--discover", "sleep 600"]))
+        available_hosts(elastic_options("--discover", "sleep 600"))
 
 
 def test_ipv6_addresses_go_over_gloo() -> None:
-    hosts = [Host("2001:db8::1", 1), Host("2001:db8::2", 1)]
-    assert choose_transport("auto", hosts) == "gloo"
+    assert launcher_for(["ssh", "-H", "[2001:db8::1]:1,[2001:db8::2]:1"]).transport == "gloo"
 
 
 def test_reports_are_taken_out_of_what_the_ranks_print() -> None:

@@ -5,14 +5,14 @@ import socket
 
 import pytest
 
-from my_training.errors import UserError
-from my_training.launch.network import (
+from my_training.cluster.network import (
     Interface,
     choose_network,
     common_networks,
     is_here,
     own_interfaces,
 )
+from my_training.errors import UserError
 
 LO = Interface("lo", "127.0.0.1", 8)
 DOCKER = Interface("docker0", "172.17.0.1", 16)

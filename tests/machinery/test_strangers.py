@@ -140,7 +140,7 @@ def test_a_stranger_on_the_network_of_two_hosts_changes_nothing(tmp_path: Path) 
     (tmp_path / "hosts").mkdir()
     with Hosts(tmp_path / "hosts", 3) as hosts:
         options = ["-H", "node1:2,node2:1", "--transport", "gloo", "--command", "--"]
-        command = ["launch/local.sh", *options, sys.executable, JOINS, str(run), "late"]
+        command = ["launch/ssh.sh", *options, sys.executable, JOINS, str(run), "late"]
         with hosts.start("node1", *command) as job:
             wait_for(job, run, "process-*", 3)
             ports: dict[str, str] = {}

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from ..checkpoints.lock import run_lock
 from ..errors import UserError
-from ..launch.hosts import Host
-from ..launch.network import Interface, Network, choose_network
+from ..launch.transport import Host
+from .network import Interface, Network, choose_network
 from .probe import HostReport
 from .survey import HERE, Survey
 

@@ -18,15 +18,16 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import Parser, end_at_sigterm, end_well
-from ..launch.hosts import Host, parse_hosts, read_hosts
-from ..launch.network import Network, is_here, parse_subnet
-from ..launch.ssh import port_number
+from ..launch.command import PACKAGE
+from ..launch.transport import Host
 from . import checks
 from .checks import Finding
+from .hosts import parse_hosts, read_hosts
+from .network import Network, is_here, parse_subnet
 from .probe import engines, nearest
+from .ssh import port_number
 from .survey import HERE, Survey
 
-PACKAGE = __package__.partition(".")[0]
 FAULT_CODE = 2
 JOB_S = 300  # for the allreduce: on a cold file system a framework may take minutes to load
 STOP_S = 20  # for the launcher to end it
@@ -98,9 +99,11 @@ def _leave_token(folder: Path, closing: ExitStack) -> str:
 
 def _check_allreduce(engine: str, hosts: Sequence[Host], network: Network | None, port: int | None) -> Finding:
     """A real job of one engine: one rank on each host, or two on this one."""
-    places = ["-H", ",".join(_place(host) for host in hosts)] if network else ["-n", "2"]
-    ways = [*(["--network", network.subnet] if network else []), *(["--port", str(port)] if port else [])]
-    launch = [sys.executable, "-m", f"{PACKAGE}.launch", "--no-check", *ways, *places]
+    places = ["-n", "2"]
+    if network:
+        ways = ["--network", network.subnet, *(["--port", str(port)] if port else [])]
+        places = ["ssh", "--no-check", *ways, "-H", ",".join(_place(host) for host in hosts)]
+    launch = [sys.executable, "-m", f"{PACKAGE}.launch", *places]
     job = [*launch, "--module", "cluster.probe", "--", "--allreduce", engine]
     names = tuple(host.name for host in hosts)
     way_out = f"start it by hand to see more: {shlex.join(job)}"

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 
 from ..errors import FAILURE, PREEMPTED, USER_ERROR, UserError
 from ..launch.agent import POLL_S
-from ..launch.hosts import Host, allot
 from ..launch.supervise import Failure, Job, announce, noticed_signals
+from ..launch.transport import Host
+from .hosts import allot
 
 CHECK_EVERY_S = 3.0
 AT_ONCE = 32  # hosts that are asked

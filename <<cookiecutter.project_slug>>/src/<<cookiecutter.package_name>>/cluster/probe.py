@@ -25,9 +25,8 @@ import psutil
 
 from ..errors import Parser, end_well
 from ..gpus import count_gpus, output_of
-from ..launch.network import own_interfaces
+from .network import own_interfaces
 
-PACKAGE = __package__.partition(".")[0]
 CONNECT_S = 3.0
 ALLREDUCE_BYTES = 64 * 2**20
 
@@ -149,7 +148,7 @@ def unreachable(addresses: Sequence[tuple[str, int]]) -> list[tuple[str, str]]:
 
 def engines() -> list[str]:
     """Those of this project."""
-    return [name for name in ("torch", "tensorflow") if find_spec(f"{PACKAGE}.{name}")]
+    return [name for name in ("torch", "tensorflow") if find_spec(f"..{name}", __package__)]
 
 
 def measure_allreduce(engine: str) -> None:

@@ -17,11 +17,10 @@ from pathlib import Path
 from typing import TypeVar
 
 from ..errors import UserError
-from ..launch.network import is_here
-from ..launch.ssh import remote, ssh_command
+from .network import is_here
 from .probe import HostReport
+from .ssh import remote, ssh_command
 
-PACKAGE = __package__.partition(".")[0]
 T = TypeVar("T")
 
 HERE = "localhost"  # how the machine that asks is called where it is not one of the hosts
@@ -72,7 +71,7 @@ class Survey:
     def __init__(self, hosts: Sequence[str], folder: Path, sees: str, port: int | None = None) -> None:
         if shutil.which("ssh") is None and not all(map(is_here, hosts)):
             raise UserError("there is no ssh on this machine, which reaches the other hosts: install openssh-client")
-        probe = [sys.executable, "-m", f"{PACKAGE}.cluster.probe", "--wait", "--folder", str(folder), "--sees", sees]
+        probe = [sys.executable, "-m", f"{__package__}.probe", "--wait", "--folder", str(folder), "--sees", sees]
         self._sessions = {host: _Session(host, probe, port) for host in hosts}
         self.answers = self._all(hosts, lambda host: self._sessions[host].read_answer())
 

@@ -5,15 +5,13 @@ The values of variables never stand on a command line, where every user of a hos
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,23 +19,24 @@ from types import MappingProxyType
 
 from ..errors import UserError
 from . import agent
-from .hosts import Host
-from .network import Network, is_here, own_interfaces
 from .rendezvous import Rendezvous
-from .ssh import remote, ssh_arguments, ssh_command
 from .supervise import Part, Process
 
 LOCAL = "localhost"
 GLOO_TIMEOUT_S = 300  # as horovod.stall_shutdown_s, for commands that do not read it; Gloo's own 30 s end healthy jobs
-NAME_IT = "give hosts by their names, or use --transport gloo"
-# ssh itself notices within 20 s that a link is cut.
-WATCH = ("-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3")
 
-# The variables that other hosts get from here; secrets are not among them, `--env NAME` adds to them.
-PASSED = re.compile(
-    "(HOROVOD|NCCL|UCX|FI|OMP|KMP|MKL|TF|TORCH|XLA|PYTHON|CUDA|HYDRA)_\\w+"
-    "|PATH|VIRTUAL_ENV|LD_LIBRARY_PATH|PYTHON\\w+|COLUMNS|TTY_COMPATIBLE|NO_COLOR|LANG|LC_ALL|TZ"
-)
+
+@dataclass(frozen=True)
+class Host:
+    """A host and how many processes it takes; None where no number was given."""
+
+    name: str
+    slots: int | None = None
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks it takes: one where no number was given."""
+        return self.slots or 1
 
 
 @dataclass(frozen=True)
@@ -55,13 +54,10 @@ class Seat:
 
 @dataclass(frozen=True)
 class Start:
-    """What to start where. `hosts` have as many slots as they get ranks; `network` joins them if there are several."""
+    """What to start on this machine; cluster/start.py adds what other hosts need. `hosts` have a slot for each rank."""
 
     command: list[str]
     hosts: list[Host]
-    network: Network | None
-    port: int | None = None
-    passed: tuple[str, ...] = ()
 
     @property
     def size(self) -> int:
@@ -86,14 +82,29 @@ class Start:
         peers = [other for other in self.hosts if other.ranks > local]
         return peers.index(host), len(peers)
 
-    def variables(self) -> dict[str, str]:
-        """What other hosts get of this environment."""
-        return {name: os.environ[name] for name in passed_names(os.environ, self.passed)}
+    def address(self) -> str:
+        """Where the ranks reach this process."""
+        return "127.0.0.1"
 
+    def card_variables(self, host: str) -> dict[str, str]:
+        """What tells the ranks of a host by which network card they reach the others."""
+        return {"HOROVOD_GLOO_IFACE": "lo"}
 
-def passed_names(environment: Iterable[str], more: Iterable[str] = ()) -> list[str]:
-    """The names of the variables that other hosts get."""
-    return sorted(name for name in environment if PASSED.fullmatch(name) or name in set(more))
+    def mpi_options(self, version: int, variables: Iterable[str]) -> list[str]:
+        """What mpirun needs for other hosts, which get these variables too."""
+        return []
+
+    def mpi_settings(self) -> dict[str, str]:
+        """The variables that mpirun needs when its command is copied."""
+        return {}
+
+    def part(self, host: Host, ranks: range, processes: list[Process]) -> Part:
+        """What a host does."""
+        return Part(host.name, [sys.executable, str(Path(agent.__file__).resolve())], ranks, processes)
+
+    def mpi_parts(self, mpirun: Process) -> list[Part]:
+        """What each host does if mpirun starts the ranks."""
+        return [self.part(host, ranks, [mpirun]) for host, ranks in self.placed()]
 
 
 def mpi_version() -> int | None:
@@ -124,16 +135,13 @@ def _horovod_names(text: bytes) -> bool:
     return any(text in library.read_bytes() for library in libraries)
 
 
-def choose_transport(wanted: str, hosts: Sequence[Host] = ()) -> str:
+def choose_transport(wanted: str) -> str:
     """`mpi` or `gloo`: MPI is the faster one, Gloo needs nothing but Horovod itself.
 
     Raises:
-        UserError: if MPI is wanted and is not there, or cannot take the names of the hosts.
+        UserError: if MPI is wanted and is not there.
     """
-    colons = [host.name for host in hosts if ":" in host.name]
-    if wanted == "mpi" and colons:
-        raise UserError(f"{colons[0]} is no host for mpirun, which takes no IPv6 address: {NAME_IT}")
-    if wanted == "gloo" or colons:
+    if wanted == "gloo":
         return "gloo"
     built, found = horovod_has_mpi(), mpi_version() is not None
     if wanted == "mpi" and not (built and found):
@@ -143,44 +151,25 @@ def choose_transport(wanted: str, hosts: Sequence[Host] = ()) -> str:
 
 
 def plan_mpi(start: Start, version: int) -> list[Part]:
-    """One mpirun on this host, and a guard on every other one that ends what mpirun leaves there."""
-    parts = [_part(start, host, ranks, []) for host, ranks in start.placed()]
-    here = next((part for part in parts if is_here(part.host)), None)
-    if here is None:
-        here = _part(start, Host(socket.gethostname()), range(0), [])
-        parts.append(here)
-    here.processes.append(Process("mpirun", mpirun_command(start, version, [agent.JOB]), orphaned=signal.SIGTERM.value))
-    return parts
+    """One mpirun on this machine."""
+    command = mpirun_command(start, version, [agent.JOB])
+    return start.mpi_parts(Process("mpirun", command, orphaned=signal.SIGTERM.value))
 
 
-def mpirun_command(start: Start, version: int, more: Iterable[str] = ()) -> list[str]:
+def mpirun_command(start: Start, version: int, variables: Iterable[str] = ()) -> list[str]:
     """The command line for Open MPI 4 or 5, which share few names for what is below MPI itself.
 
-    The hosts get the variables `more` too.
+    Other hosts get these variables too.
     """
-    new = version >= 5
     hosts = ",".join(f"{host.name}:{host.ranks}" for host in start.hosts)
     # Binding would put all threads of a rank on one core; the ranks fill one host after the other.
     command = [_mpirun(), "-np", str(start.size), "--host", hosts, "--bind-to", "none", "--map-by", "slot"]
     # A rank that waits must not take a core from one that works; containers forbid the single copy.
     command += ["--mca", "mpi_yield_when_idle", "1"]
-    command += ["--mca", "smsc", "^cma"] if new else ["--mca", "btl_vader_single_copy_mechanism", "none"]
+    command += ["--mca", "smsc", "^cma"] if version >= 5 else ["--mca", "btl_vader_single_copy_mechanism", "none"]
     if os.geteuid() == 0:
         command.append("--allow-run-as-root")
-    if start.network is not None:
-        subnet, arguments = start.network.subnet, " ".join(ssh_arguments(start.port))
-        command += ["--mca", "btl_tcp_if_include", subnet]
-        if new:
-            # 5.0 finds no subnet where a card has an IPv6 address too (github.com/openpmix/openpmix/pull/4031), and
-            # crashes on the name of a card that a host lacks: so only a name that is the same on all.
-            cards = {interface.name for interface in start.network.interfaces.values()}
-            command += ["--prtemca", "prte_if_include", cards.pop()] if len(cards) == 1 else []
-            command += ["--prtemca", "plm_ssh_args", arguments]
-        else:
-            command += ["--mca", "oob_tcp_if_include", subnet, "--mca", "plm_rsh_args", arguments]
-        names = {*more, *passed_names(os.environ, start.passed), *common_card(start.network)}
-        command += [word for name in sorted(names) for word in ("-x", name)]
-    return [*command, *start.command]
+    return [*command, *start.mpi_options(version, variables), *start.command]
 
 
 def _mpirun() -> str:
@@ -189,46 +178,27 @@ def _mpirun() -> str:
     return found if Path(found).is_relative_to(sys.prefix) else "mpirun"
 
 
-def common_card(network: Network | None) -> dict[str, str]:
-    """NCCL takes a card by its name: only where all hosts call it the same can one setting serve all."""
-    cards = {interface.name for interface in network.interfaces.values()} if network else set()
-    if len(cards) != 1 or "NCCL_SOCKET_IFNAME" in os.environ:
-        return {}
-    return {"NCCL_SOCKET_IFNAME": f"={cards.pop()}"}
-
-
 def plan_gloo(start: Start, address: str, port: int, secrets: Mapping[str, str] = MappingProxyType({})) -> list[Part]:
     """Every rank by itself; they meet at the store that this process holds, and know its secrets (variables)."""
     seats = start.seats()
     return [
-        _part(start, host, ranks, [_gloo_rank(start, seats[rank], address, port, secrets) for rank in ranks])
+        start.part(host, ranks, [_gloo_rank(start, seats[rank], address, port, secrets) for rank in ranks])
         for host, ranks in start.placed()
     ]
 
 
 def _gloo_rank(start: Start, seat: Seat, address: str, port: int, secrets: Mapping[str, str]) -> Process:
-    card = start.network.interfaces[seat.hostname].name if start.network else "lo"
     where = {
         **{name.upper(): value for name, value in asdict(seat).items()},
         "CONTROLLER": "gloo",
         "CPU_OPERATIONS": "gloo",
-        "GLOO_IFACE": card,
         "GLOO_RENDEZVOUS_ADDR": address,
         "GLOO_RENDEZVOUS_PORT": port,
         "GLOO_TIMEOUT_SECONDS": os.environ.get("HOROVOD_GLOO_TIMEOUT_SECONDS", GLOO_TIMEOUT_S),
     }
-    environment = {f"HOROVOD_{name}": str(value) for name, value in where.items()} | {"PYTHONUNBUFFERED": "1"}
-    if start.network and "NCCL_SOCKET_IFNAME" not in os.environ:
-        environment["NCCL_SOCKET_IFNAME"] = f"={card}"
-    return Process(f"rank {seat.rank}", start.command, {**environment, **secrets})
-
-
-def own_address(start: Start) -> str:
-    """Where the ranks reach this process."""
-    if start.network is None:
-        return "127.0.0.1"
-    subnet = ipaddress.ip_network(start.network.subnet)
-    return next(item.address for item in own_interfaces() if ipaddress.ip_address(item.address) in subnet)
+    environment = {f"HOROVOD_{name}": str(value) for name, value in where.items()}
+    environment |= {"PYTHONUNBUFFERED": "1", **start.card_variables(seat.hostname), **secrets}
+    return Process(f"rank {seat.rank}", start.command, environment)
 
 
 def open_rendezvous(start: Start) -> Rendezvous:
@@ -244,12 +214,4 @@ def open_rendezvous(start: Start) -> Rendezvous:
         )
     seats = start.seats()
     scopes = {f"local_{seat.hostname}" for seat in seats} | {f"cross_{seat.local_rank}" for seat in seats}
-    return Rendezvous(own_address(start), start.size, {"global", *scopes})
-
-
-def _part(start: Start, host: Host, ranks: range, processes: list[Process]) -> Part:
-    program = [sys.executable, str(Path(agent.__file__).resolve())]
-    if is_here(host.name):
-        return Part(host.name, program, ranks, processes, common_card(start.network))
-    session = [*ssh_command(host.name, start.port, WATCH), remote(program)]
-    return Part(host.name, session, ranks, processes, start.variables())
+    return Rendezvous(start.address(), start.size, {"global", *scopes})

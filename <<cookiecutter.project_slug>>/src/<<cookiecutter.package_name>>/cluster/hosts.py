@@ -1,32 +1,22 @@
-"""The hosts of a job and their slots, from a hostfile or from the command line."""
+"""The hosts of a job and their slots, from a hostfile, from the command line or from a command that lists them."""
 
 from __future__ import annotations
 
 import ipaddress
 import re
+import subprocess
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from ..errors import UserError
+from ..launch.transport import Host
 
+DISCOVER_S = 60  # for a command that lists hosts
 FORMS = "'host', 'host:4' or 'host slots=4', where 4 is the number of processes that it takes"
 
 _ENTRY = re.compile(r"(?P<where>\S+)(?:\s+slots\s*=\s*(?P<slots>\S+))?")
 _NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?\.?")
-
-
-@dataclass(frozen=True)
-class Host:
-    """A host and how many processes it takes; None where no number was given."""
-
-    name: str
-    slots: int | None = None
-
-    @property
-    def ranks(self) -> int:
-        """How many ranks it takes: one where no number was given."""
-        return self.slots or 1
 
 
 def read_hosts(file: Path) -> list[Host]:
@@ -63,6 +53,25 @@ def parse_hosts(text: str) -> list[Host]:
         UserError: if an entry is no host, or one comes twice.
     """
     return list(_parse((f"-H {text}: ", entry.strip()) for entry in text.split(",")))
+
+
+def discover_hosts(command: str) -> list[Host]:
+    """The hosts that a command of the shell lists, which may be none.
+
+    Raises:
+        UserError: if it fails, or lists something else.
+    """
+    name = f"--discover '{command}'"
+    try:
+        done = subprocess.run(
+            command, shell=True, check=False, timeout=DISCOVER_S, capture_output=True, text=True, errors="replace"
+        )
+    except subprocess.TimeoutExpired:
+        raise UserError(f"{name} took over {DISCOVER_S} s: try it by hand") from None
+    if done.returncode != 0:
+        said = done.stderr.strip() or "it says nothing"
+        raise UserError(f"{name} ended with {done.returncode} ({said}): try it by hand")
+    return parse_lines(done.stdout, name)
 
 
 def allot(hosts: list[Host], processes: int) -> list[Host]:

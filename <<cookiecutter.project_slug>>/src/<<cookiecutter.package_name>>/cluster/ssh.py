@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 from argparse import ArgumentTypeError
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 # Open MPI's own variable, so that one setting such as "-F file" serves mpirun and this project alike.
@@ -13,7 +13,7 @@ ARGUMENTS_VARIABLE = "OMPI_MCA_plm_rsh_args"
 CONNECT_TIMEOUT_S = 10
 
 # What a command on another host must find as it is here.
-PASSED = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV")
+SEARCH_PATHS = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV")
 
 
 def port_number(text: str) -> int:
@@ -42,14 +42,10 @@ def ssh_command(host: str, port: int | None = None, options: Sequence[str] = ())
     return ["ssh", *ssh_arguments(port, options), host]
 
 
-def remote(words: Sequence[str], folder: Path | None = None, environment: Mapping[str, str] | None = None) -> str:
+def remote(words: Sequence[str]) -> str:
     """One argument for ssh that runs words in the same folder and with the same search paths as here.
 
-    Args:
-        words: The command.
-        folder: Where it runs; the current folder by default.
-        environment: Variables beside those of `PASSED`; ssh shows them to every user of both hosts, so no secrets.
+    ssh shows it to every user of both hosts, so it holds no secrets.
     """
-    passed = {name: os.environ[name] for name in PASSED if name in os.environ} | dict(environment or {})
-    settings = [f"{name}={value}" for name, value in passed.items()]
-    return f"cd {shlex.quote(str(folder or Path.cwd()))} && exec {shlex.join(['env', *settings, *words])}"
+    settings = [f"{name}={os.environ[name]}" for name in SEARCH_PATHS if name in os.environ]
+    return f"cd {shlex.quote(str(Path.cwd()))} && exec {shlex.join(['env', *settings, *words])}"
