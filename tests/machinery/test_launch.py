@@ -136,7 +136,7 @@ def test_a_dry_run_of_an_elastic_job_is_its_largest_start() -> None:
         ("local", ["--transport", "tcp"], "--transport: invalid choice: 'tcp'"),
         ("local", ["--module", "nothing"], "--module: nothing is not in this project"),
         ("local", ["--command"], "--command needs a command"),
-        ("local", ["--module", "train", "--command"], "--command: not allowed with argument --module"),
+        ("local", ["--module", "evaluate", "--command"], "--command: not allowed with argument --module"),
         ("local", ["--grace", "-1"], "--grace: '-1' is no number of seconds"),
         ("local", ["--grace", "nan"], "--grace: 'nan' is no number of seconds"),
         ("local", ["name=first", "-n", "2"], "-n stands behind name=first, where the training's options begin"),
