@@ -1,4 +1,4 @@
-"""Tests, lints and tries the template: `nox -s tests`, `nox -s lint`, `nox -s demo`."""
+"""Tests, lints and tries the template: `nox -s tests`, `nox -s long_tests`, `nox -s lint`, `nox -s demo`."""
 
 import itertools
 import json
@@ -52,10 +52,17 @@ def lint(session: nox.Session) -> None:
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """Lints the template, then renders and tries it; arguments go to pytest."""
+    """Lints the template, renders it in many ways, and tries the default project; arguments go to pytest."""
     install(session)
     check(session)
-    session.run("pytest", *session.posargs)
+    session.run("pytest", "-m", "not long and not gpu_image", *session.posargs)
+
+
+@nox.session(default=False)
+def long_tests(session: nox.Session) -> None:
+    """All other tests: the project with everything, the machinery, images, Slurm; arguments go to pytest."""
+    install(session)
+    session.run("pytest", "-m", "long and not gpu_image", *session.posargs)
 
 
 def parse_answer(session: nox.Session, argument: str) -> tuple[str, str]:

@@ -113,9 +113,13 @@ def lint(session: nox.Session) -> None:
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """Runs the tests; arguments go to pytest."""
+    """Runs the tests, two at a time where they allow it; arguments go to pytest instead."""
     use_environment(session)
-    run(session, "pytest", *session.posargs)
+    if session.posargs:
+        run(session, "pytest", *session.posargs)
+    else:
+        run(session, "pytest", "-m", "not alone", "-n", "2", "--dist", "loadfile")
+        run(session, "pytest", "-m", "alone")
 
 
 @nox.session(default=False, venv_backend="virtualenv")

@@ -22,6 +22,16 @@ from needs import need  # noqa: E402
 from needs import pytest_runtest_setup as pytest_runtest_setup  # noqa: E402
 
 os.environ.pop("FORCE_COLOR", None)  # tests read what programs print
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """In CI a test that was skipped is a failure."""
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    if os.environ.get("CI") and reporter and reporter.stats.get("skipped"):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
 QUESTIONS: dict[str, Any] = {
     key: value for key, value in json.loads((ROOT / "cookiecutter.json").read_text()).items() if not key.startswith("_")
 }
@@ -64,6 +74,11 @@ HARD_ANSWERS = {
 
 # Names of tests of a generated project, the rest of which do not depend on its answers.
 KNOW_AN_ENGINE = "engine or torch or tensorflow or config or export or compress or resume"
+
+
+def label(answers: Answers) -> str:
+    """The name of a test with these answers."""
+    return "-".join(map(str, answers.values()))
 
 
 def render(template: Path, folder: Path, **answers: Any) -> Path:
@@ -135,14 +150,10 @@ def project(template: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def tensorflow_project(template: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same with the other framework."""
-    return installable(template, tmp_path_factory.mktemp("tensorflow"), "tensorflow")
-
-
-@pytest.fixture(scope="session")
 def full_project(template: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A project with both, and with the tests of what no owner of a project need look after."""
     project = installable(template, tmp_path_factory.mktemp("both"), "both", package_name="my_training")
     shutil.copytree(MACHINERY, project / "tests" / MACHINERY.name, ignore=shutil.ignore_patterns("__pycache__"))
+    settings = project / "pyproject.toml"  # mirrors want a server
+    settings.write_text(settings.read_text().replace("dev = [", 'dev = ["moto[server]>=5", "s3fs>=2024.2", '))
     return project

@@ -177,7 +177,7 @@ print(json.dumps([sorted(names), sorted(metadata.packages_distributions())]))
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_what_a_project_installs_is_refused(hook: dict[str, Any], full_project: Path) -> None:
     nox(full_project, "tests", "--version")
     distributions, modules = json.loads(check(full_project / ".venv/bin/python", "-I", "-c", INSTALLED))

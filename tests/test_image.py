@@ -100,7 +100,7 @@ def enter(name: str, *words: str, user: str = USER) -> str:
     return done.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @NEEDS_ROOT
 def test_a_change_of_code_compiles_nothing(image: str, source: Path, base: str) -> None:
     code = source / "src" / source.name.replace("-", "_") / "schedule.py"
@@ -112,7 +112,7 @@ def test_a_change_of_code_compiles_nothing(image: str, source: Path, base: str) 
         assert "# changed" in enter(name, "cat", f"/app/src/{code.parent.name}/schedule.py")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @NEEDS_ROOT
 def test_it_trains_as_its_own_user(image: str) -> None:
     with container(image) as name:
@@ -122,7 +122,7 @@ def test_it_trains_as_its_own_user(image: str) -> None:
         assert enter(name, "ls", "runs/pair/logs").split() == ["rank-0.log", "rank-1.log"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @NEEDS_ROOT
 def test_any_user_of_group_0_will_do(image: str) -> None:
     with container(image) as name:
@@ -130,7 +130,7 @@ def test_any_user_of_group_0_will_do(image: str) -> None:
         enter(name, "launch/local.sh", "-n", "1", "name=any", "epochs=1", user="4321")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @NEEDS_ROOT
 @pytest.mark.parametrize("user", [USER, "4321"])
 def test_its_user_can_write_no_system_file(user: str, image: str) -> None:
@@ -142,7 +142,7 @@ def test_its_user_can_write_no_system_file(user: str, image: str) -> None:
         assert [path for path in found if not path.startswith(own)] == []
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @NEEDS_ROOT
 def test_a_read_only_root_will_do(image: str) -> None:
     """Only /tmp and runs/ can be written; buildah has no option for it, so the mounts are made here."""
@@ -163,7 +163,7 @@ def test_a_read_only_root_will_do(image: str) -> None:
             check("unshare", "--mount", "bash", "-c", " && ".join([*mounts, f"touch {root}/app/file"]))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @NEEDS_ROOT
 def test_the_projects_tests_pass_in_it(image: str, source: Path) -> None:
     with container(image) as name:
@@ -176,7 +176,7 @@ def test_the_projects_tests_pass_in_it(image: str, source: Path) -> None:
         )
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @NEEDS_ROOT
 def test_every_library_is_there_and_no_compiler(image: str) -> None:
     with container(image) as name:
@@ -192,7 +192,7 @@ def test_every_library_is_there_and_no_compiler(image: str) -> None:
     assert labels["org.opencontainers.image.version"] == "0.1.0"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @NEEDS_ROOT
 def test_a_stop_saves_first(image: str) -> None:
     with container(image) as name:
@@ -246,7 +246,7 @@ def stop_sshd(host: str) -> None:
                 os.kill(int(process), signal.SIGTERM)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @NEEDS_ROOT
 @pytest.mark.parametrize("user", [USER, "4321"])
 def test_two_containers_train_together(user: str, image: str, source: Path, tmp_path: Path) -> None:
@@ -307,9 +307,9 @@ def gpu_image(source: Path, base: str) -> str:
     return "localhost/test-gpu"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @NEEDS_ROOT
-@pytest.mark.skipif("GPU_IMAGE" not in os.environ, reason="GPU_IMAGE=1 builds it: CUDA 13.0 here, 20 GB, 15 minutes")
+@pytest.mark.gpu_image
 def test_the_gpu_image_has_one_nccl(gpu_image: str) -> None:
     """As far as a machine without a GPU can tell."""
     with container(gpu_image) as name:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from conftest import check, nox
 
-pytestmark = [pytest.mark.slow, pytest.mark.root, pytest.mark.needs("ip", "sshd", "tc")]
+pytestmark = [pytest.mark.long, pytest.mark.root, pytest.mark.needs("ip", "sshd", "tc")]
 
 
 def site_packages(python: Path) -> str:

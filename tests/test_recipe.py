@@ -33,10 +33,10 @@ def start(python: Path | str, script: Path, *arguments: str, **settings: str) ->
 
 
 @pytest.fixture(scope="session")
-def python(project: Path) -> Path:
+def python(full_project: Path) -> Path:
     """The Python of the project that the slow tests share; its installation has built or found the wheel."""
-    nox(project, "tests", "--version")
-    return project / ".venv/bin/python"
+    nox(full_project, "tests", "--version")
+    return full_project / ".venv/bin/python"
 
 
 @pytest.fixture(scope="session")
@@ -81,7 +81,7 @@ def test_no_compiler(tmp_path: Path) -> None:
     assert not (tmp_path / "c").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_cached_wheel_is_not_built_again(python: Path, wheel: Path, tmp_path: Path) -> None:
     built = wheel.stat().st_mtime_ns
     done = start(python, make_recipe(tmp_path / "project"), "--wheel-dir", str(tmp_path / "dist"))
@@ -92,7 +92,7 @@ def test_a_cached_wheel_is_not_built_again(python: Path, wheel: Path, tmp_path: 
     assert start(python, make_recipe(tmp_path / "again"), "--print-key").stdout.strip() == wheel.parent.name
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_wheel_is_small_and_says_what_it_needs(wheel: Path) -> None:
     assert wheel.stat().st_size < 1.5e6
     assert re.match(r"horovod-0\.28\.1\+torch\d+\.\d+\.\d+\.", wheel.name)
@@ -102,7 +102,7 @@ def test_wheel_is_small_and_says_what_it_needs(wheel: Path) -> None:
     assert sorted(needs) == ["cloudpickle", "packaging", "psutil", "pyyaml"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_edit_that_no_longer_fits(python: Path, cache: Path, tmp_path: Path) -> None:
     script = make_recipe(tmp_path / "project", r"^.*xla_mpi_ops\.cc.*\n", r"^.*xla_mpi_ops\.cpp.*\n")
     done = start(python, script, HOROVOD_WHEEL_CACHE=str(cache))
@@ -111,7 +111,7 @@ def test_edit_that_no_longer_fits(python: Path, cache: Path, tmp_path: Path) -> 
     assert not leftovers(cache)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_wrong_hash(python: Path, cache: Path, tmp_path: Path) -> None:
     (cache / "horovod-0.28.1.tar.gz").unlink()
     script = make_recipe(tmp_path / "project", '"0.28.1": "92a43f5a', '"0.28.1": "00000000')
@@ -122,7 +122,7 @@ def test_wrong_hash(python: Path, cache: Path, tmp_path: Path) -> None:
     assert not (cache / "horovod-0.28.1.tar.gz").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_compiler_error_is_named(python: Path, cache: Path, tmp_path: Path) -> None:
     script = make_recipe(tmp_path / "project", "#include <stdexcept>\\n", "#error out of order\\n")
     done = start(python, script, HOROVOD_WHEEL_CACHE=str(cache))
@@ -135,7 +135,7 @@ def test_compiler_error_is_named(python: Path, cache: Path, tmp_path: Path) -> N
     assert not leftovers(cache)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_killed_build_leaves_nothing(python: Path, cache: Path, tmp_path: Path) -> None:
     script = make_recipe(tmp_path / "project")
     environment = os.environ | {"HOROVOD_WHEEL_CACHE": str(cache)}
@@ -146,7 +146,7 @@ def test_killed_build_leaves_nothing(python: Path, cache: Path, tmp_path: Path) 
     assert not leftovers(cache)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_wheel_that_fails_its_proof_is_refused(python: Path, cache: Path, wheel: Path, tmp_path: Path) -> None:
     script = make_recipe(tmp_path / "project", "[3.0, 5.0]", "[3.0, 6.0]")
     text = script.read_text()

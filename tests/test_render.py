@@ -25,6 +25,7 @@ from conftest import (
     ROOT,
     Answers,
     check,
+    label,
     pairs,
     render,
     run,
@@ -105,10 +106,6 @@ def locks(answers: Answers) -> set[str]:
 def wanted_files(template: Path, answers: Answers) -> set[str]:
     chosen = [paths for key, paths in OPTIONAL.items() if answers[key]]
     return SHELL.union(*chosen) | code_files(template, answers) | locks(answers)
-
-
-def label(answers: Answers) -> str:
-    return "-".join(map(str, answers.values()))
 
 
 def test_each_pair_of_answers_is_rendered() -> None:

@@ -14,7 +14,7 @@ import pytest
 from conftest import HARD_ANSWERS, check, nox, render
 from waiting import wait_until
 
-pytestmark = [pytest.mark.slow, pytest.mark.root, pytest.mark.needs("munged", "sbatch", "slurmctld", "slurmd")]
+pytestmark = [pytest.mark.long, pytest.mark.root, pytest.mark.needs("munged", "sbatch", "slurmctld", "slurmd")]
 
 CONF = """
 ClusterName=two
@@ -87,11 +87,11 @@ def slurm(environment: dict[str, str], *words: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def submit_folder(template: Path, project: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def submit_folder(template: Path, full_project: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A project with the batch script; it takes the environment of the installed one."""
-    nox(project, "train", "-n", "1", "name=installs", "epochs=1")
+    nox(full_project, "train", "-n", "1", "name=installs", "epochs=1")
     folder = render(template, tmp_path_factory.mktemp("batch"), use_slurm=True, **HARD_ANSWERS)
-    (folder / ".venv").symlink_to(project / ".venv")
+    (folder / ".venv").symlink_to(full_project / ".venv")
     return folder
 
 
