@@ -135,8 +135,9 @@ def low_rank(model: keras.Model, options: Any) -> Choice:
 def _matrix(layer: Any) -> Matrix | None:
     if getattr(layer, "groups", 1) != 1:
         return None
-    kernel: Matrix = layer.get_weights()[0]
-    return kernel.reshape(-1, kernel.shape[-1]).T
+    kernel = layer.get_weights()[0]
+    matrix: Matrix = kernel.reshape(-1, kernel.shape[-1]).T
+    return matrix
 
 
 def fewer_channels(model: keras.Model, options: Any) -> Choice:
