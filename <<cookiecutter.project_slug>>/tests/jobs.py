@@ -31,7 +31,7 @@ Lines = list[dict[str, float]]
 
 def choices(group: str) -> list[str]:
     """What a group of conf/ offers."""
-    return sorted(file.stem for file in (CONF / group).glob("*.yaml") if file.stem != "common")
+    return sorted(file.stem for file in (CONF / group).glob("*.yaml"))
 
 
 def current_engine() -> str:

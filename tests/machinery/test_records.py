@@ -79,6 +79,20 @@ def test_a_finished_run_refuses_other_options(finished: Path, change: str) -> No
     assert contents(finished) == before
 
 
+def test_an_option_that_an_older_version_lacked_hides_no_result(tmp_path: Path) -> None:
+    config = compose_config(*SMALL)
+    OmegaConf.resolve(config)  # as train does
+    older = config.copy()
+    OmegaConf.set_struct(older, False)
+    del older.schedule["power"]
+    OmegaConf.save(older, tmp_path / "config.yaml")
+    state = TrainState(samples=32, global_batch=8, world_size=1, position=Position(1), ended=1, metrics={"a": 1})
+    state.write(tmp_path)
+    start = read_start(tmp_path, state, config, open_cadence(config))
+    assert start.finished
+    assert "schedule.power was None" in start.remarks[0]
+
+
 @pytest.mark.parametrize("change", ["seed=3", "model.hidden=[5]", "data.source.validation_fraction=0.5"])
 def test_a_refused_start_leaves_every_record(finished: Path, change: str) -> None:
     before = contents(finished)

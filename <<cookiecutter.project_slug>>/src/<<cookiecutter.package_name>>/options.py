@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -83,7 +83,21 @@ class Name:
         )
 
 
-Rule = Number | OneOf | ListOf | Name
+@dataclass(frozen=True)
+class OrNull:
+    """What keeps another rule, or null."""
+
+    rule: Number | OneOf | ListOf
+
+    def accepts(self, value: Any) -> bool:
+        """Whether the value is null or keeps that rule."""
+        return value is None or self.rule.accepts(value)
+
+    def __str__(self) -> str:
+        return f"{self.rule}, or null"
+
+
+Rule = Number | OneOf | ListOf | Name | OrNull
 
 WHOLE, FROM_ZERO = Number(), Number(low=0)
 POSITIVE, NOT_NEGATIVE = Number(low=1e-12, real=True), Number(low=0, real=True)
@@ -100,26 +114,26 @@ RULES: dict[str, Rule] = {
     "channels_last": SWITCH,
     "sync_batch_norm": SWITCH,
     "label_smoothing": Number(low=0, high=1, real=True),
-    "clip_norm": POSITIVE,
+    "clip_norm": OrNull(POSITIVE),
     "on_nan": OneOf(("stop", "skip")),
     "evaluate_every": WHOLE,
-    "patience": WHOLE,
+    "patience": OrNull(WHOLE),
     "data.batch_size": WHOLE,
-    "data.global_batch": WHOLE,
+    "data.global_batch": OrNull(WHOLE),
     "data.evaluation_batch": WHOLE,
     "data.classes": WHOLE,
     "data.distribution": OneOf(("shard", "replicate")),
     "data.workers": FROM_ZERO,
     "data.on_error": OneOf(("fail", "skip")),
     "optimizer.lr": POSITIVE,
-    "schedule.scaling": OneOf(("linear", "sqrt", "adasum", "none")),
     "schedule.decay": OneOf(("constant", "step", "cosine", "polynomial")),
+    "schedule.scaling": OneOf(("linear", "sqrt", "adasum", "none")),
     "schedule.warmup_epochs": NOT_NEGATIVE,
     "schedule.final": NOT_NEGATIVE,
     "schedule.gamma": POSITIVE,
     "schedule.power": POSITIVE,
     "checkpoint.every_epochs": WHOLE,
-    "checkpoint.every_steps": WHOLE,
+    "checkpoint.every_steps": OrNull(WHOLE),
     "checkpoint.keep_last": WHOLE,
     "checkpoint.keep_best": FROM_ZERO,
     "checkpoint.keep_every": FROM_ZERO,
@@ -130,46 +144,36 @@ RULES: dict[str, Rule] = {
     "horovod.op": OneOf(("average", "adasum")),
     "horovod.accumulation": WHOLE,
     "horovod.predivide_factor": POSITIVE,
-    "horovod.groups": WHOLE,
-    "horovod.fusion_threshold_mb": NOT_NEGATIVE,
-    "horovod.cycle_time_ms": POSITIVE,
-    "horovod.cache_capacity": FROM_ZERO,
-    "horovod.autotune": SWITCH,
+    "horovod.groups": OrNull(WHOLE),
+    "horovod.fusion_threshold_mb": OrNull(NOT_NEGATIVE),
+    "horovod.cycle_time_ms": OrNull(POSITIVE),
+    "horovod.cache_capacity": OrNull(FROM_ZERO),
+    "horovod.autotune": OrNull(SWITCH),
     "horovod.stall_check_s": FROM_ZERO,
     "horovod.stall_shutdown_s": FROM_ZERO,
     "tracking.log_every": WHOLE,
     "tracking.tensorboard": SWITCH,
 }
-
-
-NULLABLE = {
-    "clip_norm",
-    "patience",
-    "data.global_batch",
-    "checkpoint.every_steps",
-    "horovod.groups",
-    "horovod.fusion_threshold_mb",
-    "horovod.cycle_time_ms",
-    "horovod.cache_capacity",
-    "horovod.autotune",
-}
 MODEL_AND_DATA = ("model", "data.source")
 BUILT = (*MODEL_AND_DATA, "optimizer", "horovod.compression")  # the options of which an engine is built
-ABSENT = object()  # an option that the chosen config groups do not have
+ABSENT = object()  # an option that what was chosen does not have
 
 
-def check_options(config: DictConfig, rules: Mapping[str, Rule] = RULES, nullable: Collection[str] = NULLABLE) -> None:
-    """Check every option that has a rule.
+def check_options(config: DictConfig, rules: Mapping[str, Rule] = RULES) -> None:
+    """Check every option that has a rule, and that what holds it still holds options.
 
     Raises:
         UserError: for the first option that breaks its rule, or an address with a password, the same on every rank.
     """
     check_addresses(str(value) for _, value in flat(OmegaConf.to_container(config)))
     for option, rule in rules.items():
-        value = OmegaConf.select(config, option, throw_on_missing=True, default=ABSENT)
-        if value is ABSENT or (value is None and option in nullable):
-            continue
-        if not rule.accepts(value):
+        group = option.rpartition(".")[0]
+        held, value = (
+            OmegaConf.select(config, key, throw_on_missing=True, default=ABSENT) for key in (group, option)
+        )
+        if held is not ABSENT and not OmegaConf.is_dict(held):
+            raise UserError(f"{group}={held} is no choice: set a single option, as in {option}=...", agreed=True)
+        if value is not ABSENT and not rule.accepts(value):
             shown = "null" if value is None else value
             raise UserError(f"{option}={shown} must be {rule}", agreed=True)
 

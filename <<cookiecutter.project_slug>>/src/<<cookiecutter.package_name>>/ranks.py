@@ -203,7 +203,7 @@ class Communicator:
 
 
 def open_communicator(framework: str, settings: Mapping[str, Any] = MappingProxyType({})) -> Communicator:
-    """Start Horovod for one framework with the settings of conf/horovod and check that it sees the launcher's world.
+    """Start Horovod for one framework with the settings under `horovod` and check that it sees the launcher's world.
 
     Raises:
         UserError: if Horovod is missing, or sees another number of ranks than the launcher started.

@@ -117,7 +117,7 @@ def _changed(folder: Path, before: Mapping[str, Any], config: DictConfig, finish
         change = f"{key} was {old} and is {new} now"
         if _under(key, FIXED):
             raise UserError(f"{change}, which {folder} cannot go on with: set it back, or use another name=...")
-        if finished and not _under(key, FREE):
+        if finished and key in before and not _under(key, FREE):  # older versions had fewer options
             raise UserError(
                 f"{change}, but {folder} is the end of its run: set it back to see the result, train on with a"
                 " higher epochs=... (or patience=...), or use another name=... for a new run"

@@ -5,14 +5,14 @@ from __future__ import annotations
 from omegaconf import DictConfig
 
 from ..errors import UserError
-from ..options import NOT_NEGATIVE, POSITIVE, WHOLE, ListOf, Name, Number, OneOf, Rule, check_options
+from ..options import NOT_NEGATIVE, POSITIVE, WHOLE, ListOf, Name, Number, OneOf, OrNull, Rule, check_options
 
 RULES: dict[str, Rule] = {
     "name": Name(),
     "trust": ListOf("[my_package.mine.Net]"),
     "compress.layers": ListOf("[name]"),
     "compress.skip": ListOf("[name]"),
-    "compress.sweep": ListOf("[0.5,0.8]"),
+    "compress.sweep": OrNull(ListOf("[0.5,0.8]")),
     "compress.sparsity": Number(low=0, high=0.9999, real=True),
     "compress.scope": OneOf(("global", "layer")),
     "compress.schedule": OneOf(("one_shot", "gradual")),
@@ -21,7 +21,7 @@ RULES: dict[str, Rule] = {
     "compress.samples": WHOLE,
     "compress.rise": Number(low=1e-6, high=1, real=True),
     "compress.every": WHOLE,
-    "compress.rank": WHOLE,
+    "compress.rank": OrNull(WHOLE),
     "compress.energy": Number(low=0, high=1, real=True),
     "compress.temperature": POSITIVE,
     "compress.weight": Number(low=0, high=1, real=True),
@@ -29,19 +29,10 @@ RULES: dict[str, Rule] = {
     "compress.measure.batch": WHOLE,
     "compress.measure.threads": WHOLE,
     "compress.measure.calls": WHOLE,
-    "compress.require.max_accuracy_drop": NOT_NEGATIVE,
-    "compress.require.max_latency_ratio": NOT_NEGATIVE,
-    "compress.require.min_size_ratio": NOT_NEGATIVE,
-    "compress.require.min_gzip_ratio": NOT_NEGATIVE,
-}
-
-NULLABLE = {
-    "compress.sweep",
-    "compress.rank",
-    "compress.require.max_accuracy_drop",
-    "compress.require.max_latency_ratio",
-    "compress.require.min_size_ratio",
-    "compress.require.min_gzip_ratio",
+    "compress.require.max_accuracy_drop": OrNull(NOT_NEGATIVE),
+    "compress.require.max_latency_ratio": OrNull(NOT_NEGATIVE),
+    "compress.require.min_size_ratio": OrNull(NOT_NEGATIVE),
+    "compress.require.min_gzip_ratio": OrNull(NOT_NEGATIVE),
 }
 
 
@@ -51,7 +42,7 @@ def check(config: DictConfig) -> None:
     Raises:
         UserError: names the option.
     """
-    check_options(config, RULES, NULLABLE)
+    check_options(config, RULES)
     options = config.compress
     for key in ("layers", "skip"):
         if key in options:
