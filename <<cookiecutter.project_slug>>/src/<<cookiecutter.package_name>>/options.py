@@ -168,9 +168,7 @@ def check_options(config: DictConfig, rules: Mapping[str, Rule] = RULES) -> None
     check_addresses(str(value) for _, value in flat(OmegaConf.to_container(config)))
     for option, rule in rules.items():
         group = option.rpartition(".")[0]
-        held, value = (
-            OmegaConf.select(config, key, throw_on_missing=True, default=ABSENT) for key in (group, option)
-        )
+        held, value = (OmegaConf.select(config, key, throw_on_missing=True, default=ABSENT) for key in (group, option))
         if held is not ABSENT and not OmegaConf.is_dict(held):
             raise UserError(f"{group}={held} is no choice: set a single option, as in {option}=...", agreed=True)
         if value is not ABSENT and not rule.accepts(value):
