@@ -16,15 +16,7 @@ from .wing import Wing
 def open_distillation(
     wing: Wing, engine: Engine, source: Path, options: Any, data: Any, trusted: Sequence[str]
 ) -> Hooks:
-    """The loss of a student.
-
-    Args:
-        wing: Of the engine.
-        engine: Its model is the student.
-        source: The teacher's model folder.
-        options: See Distillation; and teacher, a model by _target_ instead of that one.
-        data: data: shape.
-        trusted: As for load_model().
+    """The loss of a student, the engine's model; its teacher is options.teacher, or the model in the folder `source`.
 
     Raises:
         UserError: if the two answer with different numbers of classes.

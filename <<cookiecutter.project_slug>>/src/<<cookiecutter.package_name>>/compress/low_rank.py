@@ -10,12 +10,13 @@ import numpy.typing as npt
 
 from ..errors import UserError
 from .layer_names import select
+from .wing import Change
 
 Matrix = npt.NDArray[np.floating]
 Pair = tuple[Matrix, Matrix]
 
 
-def factorize(layers: Mapping[str, Matrix | None], options: Any) -> tuple[dict[str, Pair], list[str]]:
+def factorize(layers: Mapping[str, Matrix | None], options: Any) -> tuple[dict[str, Pair], list[Change], list[str]]:
     """Factor layers by the singular values of their weights (Denton et al. 2014, arXiv:1404.0736).
 
     Args:
@@ -23,7 +24,7 @@ def factorize(layers: Mapping[str, Matrix | None], options: Any) -> tuple[dict[s
         options: compress: rank, or energy (the part of the squared singular values to keep); layers, skip.
 
     Returns:
-        (rank, inputs) and (outputs, rank) for each layer that gets smaller, and remarks on those that stay.
+        (rank, inputs) and (outputs, rank) for each layer that gets smaller; what changes; remarks on those that stay.
 
     Raises:
         UserError: if none gets smaller.
@@ -34,7 +35,8 @@ def factorize(layers: Mapping[str, Matrix | None], options: Any) -> tuple[dict[s
     if not pairs:
         raise UserError("no layer gets smaller by compress=low_rank: choose a smaller compress.rank or compress.energy")
     whole = [name for name in chosen if name not in pairs]
-    return pairs, [f"left whole, since two factors would be larger: {', '.join(whole)}"] if whole else []
+    changes = [{"kind": "factors", "layers": {name: {"rank": len(first)} for name, (first, _) in pairs.items()}}]
+    return pairs, changes, [f"left whole, since two factors would be larger: {', '.join(whole)}"] if whole else []
 
 
 def _factors(matrix: Matrix | None, options: Any) -> Pair | None:

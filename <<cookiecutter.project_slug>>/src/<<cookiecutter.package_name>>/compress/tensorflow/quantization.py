@@ -24,10 +24,7 @@ class TensorFlowQuantizer:
     """See wing.Quantizer. LiteRT's converter calibrates by itself, so one rank gets all samples.
 
     The methods: static (int8 weights and activations) | dynamic (int8 weights, activations by the range of each call) |
-    fp16 (weights; the CPU computes in float32: smaller, not faster).
-
-    Raises:
-        UserError: if `skip` is not empty.
+    fp16 (weights; the CPU computes in float32: smaller, not faster). `skip` must be empty.
     """
 
     def __init__(self, folder: Path, method: str, skip: Sequence[str] = (), trusted: Sequence[str] = ()) -> None:

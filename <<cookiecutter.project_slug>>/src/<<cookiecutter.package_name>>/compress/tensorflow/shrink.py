@@ -120,8 +120,7 @@ def low_rank(model: keras.Model, options: Any) -> Choice:
         options: compress: rank or energy; layers, skip.
     """
     found = _prunable(model)
-    pairs, remarks = factorize({name: _matrix(layer) for name, layer in found.items()}, options)
-    changes = [{"kind": "factors", "layers": {name: {"rank": len(first)} for name, (first, _) in pairs.items()}}]
+    pairs, changes, remarks = factorize({name: _matrix(layer) for name, layer in found.items()}, options)
     weights: dict[str, list[Array]] = {}
     for name, (first, second) in pairs.items():
         kernel, *bias = found[name].get_weights()

@@ -172,11 +172,10 @@ def low_rank(model: nn.Module, options: Any) -> Choice:
         options: compress: rank or energy; layers, skip.
     """
     layers = {name: module for name, module in model.named_modules() if isinstance(module, nn.Conv2d | nn.Linear)}
-    pairs, remarks = factorize({name: _matrix(layer) for name, layer in layers.items()}, options)
+    pairs, changes, remarks = factorize({name: _matrix(layer) for name, layer in layers.items()}, options)
     for name, pair in pairs.items():
         _replace(model, name, _factored(layers[name], *pair))
-    ranks = {name: {"rank": len(first)} for name, (first, _) in pairs.items()}
-    return model, [{"kind": "factors", "layers": ranks}], remarks
+    return model, changes, remarks
 
 
 def _matrix(layer: nn.Module) -> Matrix | None:
