@@ -28,7 +28,8 @@ BEGINNINGS = {
     "evaluate": ["runs/none", "--checkp", "best"],
     "export": ["runs/none", "best", "target", "--form", "onnx"],
     "launch": ["--dry"],
-    "cluster.probe": ["--allred", "torch"],
+    "cluster.host_report": ["--wai"],
+    "cluster.allreduce": ["torc"],
     "compress.measure": ["runs/none", "--js"],
     "launch.agent": ["--anything"],
 }

@@ -19,8 +19,8 @@ from namespaces import DECOY, NEEDS_ROOT, Hosts
 from waiting import wait_until
 
 import my_training
-from my_training.cluster import survey
-from my_training.cluster.survey import Survey
+from my_training.cluster import host_sessions
+from my_training.cluster.host_sessions import HostSessions
 from my_training.gpus import gpu_name
 
 SOURCES = Path(str(my_training.__file__)).parent
@@ -250,7 +250,7 @@ def test_healthy_hosts(ward: Ward) -> None:
     (network,) = [item["found"] for item in findings if item["check"] == "network"]
     assert network == "10.77.0.0/24: node1 eth0 10.77.0.1, node2 eth0 10.77.0.2"
     assert wrong == {"connections": "node1,node2"}  # it has cards with addresses on both hosts, but leads nowhere
-    assert "cannot reach node2 (no answer): open all ports" in words
+    assert "node1 cannot reach node2 (no answer); node2 cannot reach node1 (no answer): open all ports" in words
 
 
 @pytest.mark.slow
@@ -407,7 +407,7 @@ def test_this_machine_alone(tmp_path: Path) -> None:
     assert done.stderr == "error: -H a,a: 'a' names a a second time: add the slots up in one entry\n"
 
 
-def test_a_probe_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_that_gives_no_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same conversation without ssh: a Python that hangs, none, one without the project, no folder."""
     slow = tmp_path / "slow"
     slow.write_text("#!/bin/sh\nexec sleep 600\n")
@@ -415,13 +415,13 @@ def test_a_probe_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.Monkey
 
     def answer(python: str | Path) -> tuple[str, str]:
         monkeypatch.setattr(sys, "executable", str(python))
-        with Survey(["localhost"], tmp_path, "x") as opened:
+        with HostSessions(["localhost"], tmp_path, "x") as opened:
             answer = opened.answers["localhost"]
         return answer.check, answer.found
 
     assert answer("/nowhere/python") == ("python", "there is no /nowhere/python")
-    monkeypatch.setattr(survey, "ANSWER_S", 1.0)
-    assert answer(slow) == ("answer", "the probe gave no answer within 1 s")
-    monkeypatch.setattr(survey, "ANSWER_S", 30.0)
+    monkeypatch.setattr(host_sessions, "ANSWER_S", 1.0)
+    assert answer(slow) == ("answer", "Python there gave no answer within 1 s")
+    monkeypatch.setattr(host_sessions, "ANSWER_S", 30.0)
     monkeypatch.setattr(Path, "cwd", lambda: tmp_path / "gone")
     assert answer(slow) == ("code", f"there is no folder {tmp_path / 'gone'}")

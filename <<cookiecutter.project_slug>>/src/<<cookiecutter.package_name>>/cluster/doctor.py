@@ -20,13 +20,14 @@ from typing import Any
 from ..errors import Parser, end_at_sigterm, end_well
 from ..launch.command import PACKAGE
 from ..launch.transport import Host
-from . import checks
-from .checks import Finding
+from . import doctor_checks as checks
+from .allreduce import engines
+from .doctor_checks import Finding
+from .host_report import nearest
+from .host_sessions import HERE, HostSessions
 from .hosts import parse_hosts, read_hosts
 from .network import Network, is_here, parse_subnet
-from .probe import engines, nearest
 from .ssh import port_number
-from .survey import HERE, Survey
 
 FAULT_CODE = 2
 JOB_S = 300  # for the allreduce: on a cold file system a framework may take minutes to load
@@ -72,13 +73,13 @@ def check(
         names.append(HERE)
     with ExitStack() as closing:
         token = _leave_token(nearest(folder), closing)
-        survey = closing.enter_context(Survey(names, nearest(folder), token, port))
-        reports = survey.reports()
+        sessions = closing.enter_context(HostSessions(names, nearest(folder), token, port))
+        reports = sessions.reports()
         network, findings = checks.check_network(reports, subnet) if len(reports) > 1 else (None, [])
-        findings = [*checks.check_ssh(survey), *checks.check_equal(reports, mpi), *findings]
+        findings = [*checks.check_ssh(sessions), *checks.check_equal(reports, mpi), *findings]
         if network is not None:
-            findings += checks.check_connections(survey, network)
-        findings += [*checks.check_names(reports), *checks.check_clocks(survey), *checks.check_gpus(hosts, reports)]
+            findings += checks.check_connections(sessions, network)
+        findings += [*checks.check_names(reports), *checks.check_clocks(sessions), *checks.check_gpus(hosts, reports)]
         findings += [*checks.check_limits(reports), *checks.check_folder(reports), *checks.check_lock(folder)]
     result = Diagnosis(findings, network)
     if not quick and not result.faults():
@@ -104,7 +105,7 @@ def _check_allreduce(engine: str, hosts: Sequence[Host], network: Network | None
         ways = ["--network", network.subnet, *(["--port", str(port)] if port else [])]
         places = ["ssh", "--no-check", *ways, "-H", ",".join(_place(host) for host in hosts)]
     launch = [sys.executable, "-m", f"{PACKAGE}.launch", *places]
-    job = [*launch, "--module", "cluster.probe", "--", "--allreduce", engine]
+    job = [*launch, "--module", "cluster.allreduce", engine]
     names = tuple(host.name for host in hosts)
     way_out = f"start it by hand to see more: {shlex.join(job)}"
     code, output, errors = _run(job)

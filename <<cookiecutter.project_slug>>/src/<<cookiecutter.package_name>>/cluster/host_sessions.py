@@ -17,14 +17,14 @@ from pathlib import Path
 from typing import TypeVar
 
 from ..errors import UserError
+from .host_report import HostReport
 from .network import is_here
-from .probe import HostReport
 from .ssh import remote, ssh_command
 
 T = TypeVar("T")
 
 HERE = "localhost"  # how the machine that asks is called where it is not one of the hosts
-ANSWER_S = 30.0  # for ssh and the probe together
+ANSWER_S = 30.0  # for ssh and the report together
 CONNECT_S = 15.0  # for the hosts to connect to each other
 
 _MARK = "session-open"
@@ -61,8 +61,8 @@ class Answer:
     way_out: str = ""
 
 
-class Survey:
-    """Sessions with hosts: `answers` by host; each host listens until the survey is closed.
+class HostSessions:
+    """Sessions with hosts: `answers` by host; each host listens until they are closed.
 
     Raises:
         UserError: if there is no ssh.
@@ -71,11 +71,12 @@ class Survey:
     def __init__(self, hosts: Sequence[str], folder: Path, sees: str, port: int | None = None) -> None:
         if shutil.which("ssh") is None and not all(map(is_here, hosts)):
             raise UserError("there is no ssh on this machine, which reaches the other hosts: install openssh-client")
-        probe = [sys.executable, "-m", f"{__package__}.probe", "--wait", "--folder", str(folder), "--sees", sees]
-        self._sessions = {host: _Session(host, probe, port) for host in hosts}
+        options = ["--wait", "--folder", str(folder), "--sees", sees]
+        program = [sys.executable, "-m", f"{__package__}.host_report", *options]
+        self._sessions = {host: _Session(host, program, port) for host in hosts}
         self.answers = self._all(hosts, lambda host: self._sessions[host].read_answer())
 
-    def __enter__(self) -> Survey:
+    def __enter__(self) -> HostSessions:
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -110,10 +111,10 @@ class Survey:
 
 
 class _Session:
-    """A probe that runs on a host, and the two ends of its conversation."""
+    """A report that is made on a host, and the two ends of the conversation."""
 
-    def __init__(self, host: str, probe: list[str], port: int | None) -> None:
-        shell = f"echo {_MARK} && {remote(probe)}"
+    def __init__(self, host: str, program: list[str], port: int | None) -> None:
+        shell = f"echo {_MARK} && {remote(program)}"
         here = ["env", "-u", "SSH_CONNECTION", "sh", "-c"]  # that would be about how the user came here
         command = [*(here if is_here(host) else ssh_command(host, port)), shell]
         self._errors = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115
@@ -136,7 +137,7 @@ class _Session:
         return dict(json.loads(line)) if line.endswith("\n") else None
 
     def close(self) -> None:
-        """End the probe and the connection."""
+        """End it and the connection."""
         self.kill()
         self._process.communicate()
         self._errors.close()
@@ -179,10 +180,10 @@ class _Session:
         self._errors.seek(0)
         said = self._errors.read().strip()
         if code < 0:  # ended from here
-            where = "the probe" if connected else "ssh"
+            where = "Python there" if connected else "ssh"
             way_out = "see with ssh whether a file system there hangs, or the host is overloaded"
             return Answer(check="answer", found=f"{where} gave no answer within {ANSWER_S:.0f} s", way_out=way_out)
-        return _probe_failure(said) if connected else _ssh_failure(said)
+        return _report_failure(said) if connected else _ssh_failure(said)
 
 
 def _ssh_failure(said: str) -> Answer:
@@ -192,7 +193,7 @@ def _ssh_failure(said: str) -> Answer:
     return Answer(check="ssh", found=said.rpartition("\n")[2], way_out="try ssh -v with its name by hand")
 
 
-def _probe_failure(said: str) -> Answer:
+def _report_failure(said: str) -> Answer:
     last = said.rpartition("\n")[2]
     if "cd:" in said:
         way_out = f"put the project into {Path.cwd()} there, or share this folder"

@@ -1,9 +1,8 @@
-"""What a host says of itself: python -m <package>.cluster.probe prints it as JSON; the doctor starts it by ssh."""
+"""What a host says of itself, as JSON: python -m <package>.cluster.host_report; the doctor starts it by ssh."""
 
 from __future__ import annotations
 
 import hashlib
-import importlib
 import importlib.metadata
 import json
 import os
@@ -11,13 +10,11 @@ import re
 import resource
 import shutil
 import socket
-import statistics
 import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +25,6 @@ from ..gpus import count_gpus, output_of
 from .network import own_interfaces
 
 CONNECT_S = 3.0
-ALLREDUCE_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True)
@@ -66,18 +62,13 @@ class HostReport:
 
 
 def main() -> None:
-    """Print the report, or take part in an allreduce."""
-    parser = Parser(prog="probe", description=__doc__)
+    """Print the report."""
+    parser = Parser(prog="host_report", description=__doc__)
     parser.add_argument("--folder", type=Path, default=Path("runs"), help="of the runs")
-    parser.add_argument("--port", type=int, default=0, help="to listen on; any free one by default")
     parser.add_argument("--sees", metavar="NAME", help="say whether the folder has this file")
     parser.add_argument("--wait", action="store_true", help="listen until stdin ends; each line there lists addresses")
-    parser.add_argument("--allreduce", choices=engines(), help="measure one by this engine, as a rank of a job")
     options = parser.parse_args()
-    if options.allreduce is not None:
-        measure_allreduce(options.allreduce)
-        return
-    with _listen(options.port) as server:
+    with _listen() as server:
         print(json.dumps(asdict(report(options.folder, options.sees, server.getsockname()[1]))), flush=True)
         for line in sys.stdin if options.wait else ():
             print(json.dumps(unreachable(json.loads(line))), flush=True)
@@ -146,36 +137,11 @@ def unreachable(addresses: Sequence[tuple[str, int]]) -> list[tuple[str, str]]:
     return [(address[0], reason) for address, reason in zip(addresses, reasons, strict=True) if reason]
 
 
-def engines() -> list[str]:
-    """Those of this project."""
-    return [name for name in ("torch", "tensorflow") if find_spec(f"..{name}", __package__)]
-
-
-def measure_allreduce(engine: str) -> None:
-    """Print the algorithm bandwidth of allreduces: bytes of the tensor by the median time, as nccl-tests has it."""
-    from ..ranks import open_communicator
-
-    communicator = open_communicator(engine)
-    hvd = communicator.hvd
-    tensor = importlib.import_module(engine).ones([ALLREDUCE_BYTES // 4])  # float32
-    times = []
-    for number in range(6):
-        start = time.monotonic()
-        total = hvd.allreduce(tensor, op=hvd.Sum, name=f"probe.{number}")
-        times.append(time.monotonic() - start)
-        if float(total[0]) != communicator.size or float(total[-1]) != communicator.size:
-            raise RuntimeError(f"an allreduce of ones over {communicator.size} ranks gave {float(total[0])}")
-    if communicator.writes:
-        seconds = statistics.median(times[1:])  # the first one opens the connections
-        print(json.dumps({"ranks": communicator.size, "megabytes_per_s": ALLREDUCE_BYTES / seconds / 1e6}), flush=True)
-    hvd.shutdown()
-
-
-def _listen(port: int) -> socket.socket:
+def _listen() -> socket.socket:
     """A server that the kernel answers for: a connection that nobody takes is open all the same."""
     if socket.has_dualstack_ipv6():
-        return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
-    return socket.create_server(("", port))
+        return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
+    return socket.create_server(("", 0))
 
 
 def _driver_cuda() -> str | None:
@@ -200,4 +166,4 @@ def _version_of(program: str) -> str | None:
 
 
 if __name__ == "__main__":
-    end_well(main, lambda: 0)  # any rank says what it misses
+    end_well(main, lambda: 0)

@@ -9,9 +9,9 @@ from pathlib import Path
 from ..checkpoints.lock import run_lock
 from ..errors import UserError
 from ..launch.transport import Host
+from .host_report import HostReport
+from .host_sessions import HERE, HostSessions
 from .network import Interface, Network, choose_network
-from .probe import HostReport
-from .survey import HERE, Survey
 
 MAX_SKEW_S = 5.0
 MIN_SHM = 10**9  # bytes: what the workers of one data loader need
@@ -34,14 +34,29 @@ class Finding:
         return f"{names(self.hosts)}: {self.found}: {self.way_out}"
 
 
-def check_ssh(survey: Survey) -> list[Finding]:
+def _verdict(
+    check: str, hosts: Iterable[str], wrong: Mapping[str, str], good: str, way_out: str, state: str = "fault"
+) -> Finding:
+    """What is `wrong`, by host, and the way out; where nothing is, the good that is to be said of all hosts."""
+    if wrong:
+        return Finding(state, check, tuple(wrong), "; ".join(dict.fromkeys(wrong.values())), way_out)
+    return Finding("good", check, tuple(hosts), good)
+
+
+def _refusal(check: str, hosts: Iterable[str], error: UserError) -> Finding:
+    """A sentence, whose last part is the way out."""
+    found, _, way_out = str(error).rpartition(": ")
+    return Finding("fault", check, tuple(hosts), found, way_out)
+
+
+def check_ssh(sessions: HostSessions) -> list[Finding]:
     """Who answers, and the reasons of those who do not."""
     failed = [
         Finding("fault", answer.check, (host,), answer.found, answer.way_out)
-        for host, answer in survey.answers.items()
+        for host, answer in sessions.answers.items()
         if answer.report is None
     ]
-    answers = survey.answers.items()
+    answers = sessions.answers.items()
     times = {host: answer.connected_s for host, answer in answers if answer.report and answer.report.reached}
     if not times:
         return failed
@@ -103,8 +118,7 @@ def check_network(reports: Reports, subnet: str | None) -> tuple[Network | None,
     try:
         network = choose_network(interfaces, reached, subnet)
     except UserError as error:
-        found, _, way_out = str(error).rpartition(": ")
-        return None, [Finding("fault", "network", tuple(reports), found, way_out)]
+        return None, [_refusal("network", reports, error)]
     cards = ", ".join(f"{host} {item.name} {item.address}" for host, item in network.interfaces.items())
     mtus = {host: str(reports[host].mtus[item.name]) for host, item in network.interfaces.items()}
     way_out = "set the same MTU on these cards: with a larger one small messages pass and large ones are lost"
@@ -112,44 +126,38 @@ def check_network(reports: Reports, subnet: str | None) -> tuple[Network | None,
     return network, [chosen, _same("mtu", mtus, way_out, "warning")]
 
 
-def check_connections(survey: Survey, network: Network) -> list[Finding]:
+def check_connections(sessions: HostSessions, network: Network) -> list[Finding]:
     """Every host connects to every other one through the network, at a port such as MPI and Gloo choose."""
-    reports = survey.reports()
+    reports = sessions.reports()
     addresses = {host: (network.interfaces[host].address, report.port) for host, report in reports.items()}
-    failed = survey.connect(addresses)
     way_out = "open all ports between the hosts in this network, or choose another one with --network"
-    findings = [
-        Finding("fault", "connections", (host,), "cannot reach " + _reasons(reasons), way_out)
-        for host, reasons in failed.items()
+    failed = {
+        host: f"{host} cannot reach " + ", ".join(f"{other} ({reason})" for other, reason in reasons.items())
+        for host, reasons in sessions.connect(addresses).items()
         if reasons
-    ]
-    return findings or [Finding("good", "connections", tuple(reports), "every host reaches every other one")]
-
-
-def _reasons(reasons: Mapping[str, str]) -> str:
-    return ", ".join(f"{host} ({reason})" for host, reason in reasons.items())
+    }
+    return [_verdict("connections", reports, failed, "every host reaches every other one", way_out)]
 
 
 def check_names(reports: Reports) -> list[Finding]:
     """NCCL and the launchers tell hosts apart by the names that these give themselves."""
-    names = [report.hostname for report in reports.values()]
-    twice = {host: report.hostname for host, report in reports.items() if names.count(report.hostname) > 1}
-    if not twice:
-        return [Finding("good", "host name", tuple(reports), ", ".join(names))]
-    found = ", ".join(f"{host} calls itself {name}" for host, name in twice.items())
+    own = {host: report.hostname for host, report in reports.items()}
+    told = [*own.values()]
+    twice = {host: f"{host} calls itself {name}" for host, name in own.items() if told.count(name) > 1}
     way_out = "give each host a name of its own (hostnamectl), and list no host under two names"
-    return [Finding("fault", "host name", tuple(twice), found, way_out)]
+    return [_verdict("host name", own, twice, ", ".join(told), way_out)]
 
 
-def check_clocks(survey: Survey) -> list[Finding]:
+def check_clocks(sessions: HostSessions) -> list[Finding]:
     """Logs and ages of checkpoints mislead where clocks differ; each is read when its answer arrives."""
-    ahead = {host: answer.ahead_s for host, answer in survey.answers.items() if answer.report}
-    off = {host: seconds for host, seconds in ahead.items() if abs(seconds) > MAX_SKEW_S}
-    if not off:
-        largest = max(map(abs, ahead.values()), default=0.0)
-        return [Finding("good", "clock", tuple(ahead), f"within {max(largest, 0.1):.1f} s")]
-    found = ", ".join(f"{host} {abs(s):.0f} s {'ahead' if s > 0 else 'behind'}" for host, s in off.items())
-    return [Finding("warning", "clock", tuple(off), found, "let chrony or ntpd set the clocks")]
+    ahead = {host: answer.ahead_s for host, answer in sessions.answers.items() if answer.report}
+    off = {
+        host: f"{host} {abs(seconds):.0f} s {'ahead' if seconds > 0 else 'behind'}"
+        for host, seconds in ahead.items()
+        if abs(seconds) > MAX_SKEW_S
+    }
+    good = f"within {max(0.1, *map(abs, ahead.values())):.1f} s" if ahead else ""
+    return [_verdict("clock", ahead, off, good, "let chrony or ntpd set the clocks", "warning")]
 
 
 def check_gpus(hosts: Iterable[Host], reports: Reports) -> list[Finding]:
@@ -160,30 +168,29 @@ def check_gpus(hosts: Iterable[Host], reports: Reports) -> list[Finding]:
         return [Finding("good", "gpus", tuple(counts), "none: the ranks will use CPUs")]
     slots = {host.name: host.slots or counts.get(host.name, 0) or 1 for host in hosts}
     few = {host: f"{host} {count} for {slots[host]} slots" for host, count in counts.items() if count < slots[host]}
-    found = ", ".join(f"{host} {count}" for host, count in counts.items())
+    good = ", ".join(f"{host} {count}" for host, count in counts.items())
     way_out = "list each host with as many slots as it has GPUs, mend those that nvidia-smi misses, or use device=cpu"
-    first = Finding("good", "gpus", tuple(counts), found)
-    if few:
-        first = Finding("warning", "gpus", tuple(few), ", ".join(few.values()), way_out)
-    return [first, *_check_drivers({host: report for host, report in asked.items() if report.gpus})]
+    drivers = _check_drivers({host: report for host, report in asked.items() if report.gpus})
+    return [_verdict("gpus", counts, few, good, way_out, "warning"), drivers]
 
 
-def _check_drivers(reports: Reports) -> list[Finding]:
+def _check_drivers(reports: Reports) -> Finding:
     """A driver runs programs of its own major version of CUDA, and of older ones."""
     old = {
         host: f"{host}: the driver supports CUDA {report.driver_cuda}, the framework is for {report.cuda}"
         for host, report in reports.items()
         if report.cuda and _major(report.driver_cuda) < _major(report.cuda)
     }
+    bare = {
+        host: "GPUs, but no CUDA came with the framework: it may be a build for the CPU"
+        for host, report in reports.items()
+        if not report.cuda
+    }
+    if bare and not old:
+        return _verdict("driver", reports, bare, "", "install a CUDA build, unless its CUDA lies elsewhere", "warning")
+    good = ", ".join(sorted({f"CUDA {report.driver_cuda} for {report.cuda}" for report in reports.values()}))
     way_out = "update the driver of the host, or install a build of the framework for its CUDA"
-    if old:
-        return [Finding("fault", "driver", tuple(old), "; ".join(old.values()), way_out)]
-    bare = tuple(host for host, report in reports.items() if not report.cuda)
-    if bare:
-        found = "GPUs, but no CUDA came with the framework: it may be a build for the CPU"
-        return [Finding("warning", "driver", bare, found, "install a CUDA build, unless its CUDA lies elsewhere")]
-    versions = sorted({f"CUDA {report.driver_cuda} for {report.cuda}" for report in reports.values()})
-    return [Finding("good", "driver", tuple(reports), ", ".join(versions))]
+    return _verdict("driver", reports, old, good, way_out)
 
 
 def _major(version: str | None) -> int:
@@ -192,43 +199,31 @@ def _major(version: str | None) -> int:
 
 def check_limits(reports: Reports) -> list[Finding]:
     """Shared memory for the workers of data loaders and for NCCL; locked memory for RDMA."""
-    shm = _small("/dev/shm", {host: report.shm for host, report in reports.items()}, MIN_SHM)
     way_out = "start the container with --shm-size=8g or --ipc=host, or enlarge the mount"
-    findings = [Finding(*shm, way_out if shm[0] != "good" else "")]
+    findings = [_check_room("/dev/shm", {host: report.shm for host, report in reports.items()}, MIN_SHM, way_out)]
     rdma = {host: report.memlock for host, report in reports.items() if report.infiniband}
     limited = {host: f"{host} {limit // 1000} kB" for host, limit in rdma.items() if limit is not None}
-    if limited:
-        way_out = "set memlock to unlimited for ssh sessions (limits.conf or sshd's unit), or --ulimit memlock=-1"
-        findings.append(Finding("fault", "memlock", tuple(limited), ", ".join(limited.values()), way_out))
-    elif rdma:
-        findings.append(Finding("good", "memlock", tuple(rdma), "unlimited"))
-    return findings
+    way_out = "set memlock to unlimited for ssh sessions (limits.conf or sshd's unit), or --ulimit memlock=-1"
+    return findings + ([_verdict("memlock", rdma, limited, "unlimited", way_out)] if rdma else [])
 
 
-def _small(name: str, sizes: Mapping[str, int], least: int) -> tuple[str, str, tuple[str, ...], str]:
-    """The first parts of a finding: a warning that names the hosts with too little, or the smallest size."""
+def _check_room(check: str, sizes: Mapping[str, int], least: int, way_out: str) -> Finding:
+    """Whether each host has so many bytes."""
     little = {host: f"{host} {size / 1e6:.0f} MB" for host, size in sizes.items() if size < least}
-    if little:
-        return "warning", name, tuple(little), ", ".join(little.values())
-    return "good", name, tuple(sizes), f"{min(sizes.values(), default=0) / 1e9:.1f} GB at least"
+    good = f"{min(sizes.values(), default=0) / 1e9:.1f} GB at least"
+    return _verdict(check, sizes, little, good, way_out, "warning")
 
 
 def check_folder(reports: Reports) -> list[Finding]:
     """The folder of the runs: rights, room, and whether all hosts see the same one."""
-    disk = _small("disk", {host: report.free for host, report in reports.items()}, MIN_FREE)
     way_out = "make room, or choose another folder with hydra.run.dir=..."
-    findings = [Finding(*disk, way_out if disk[0] != "good" else "")]
-    closed = {host: f"{host} {report.folder}" for host, report in reports.items() if not report.writable}
+    disk = _check_room("disk", {host: report.free for host, report in reports.items()}, MIN_FREE, way_out)
+    closed = {host: f"not writable: {host} {report.folder}" for host, report in reports.items() if not report.writable}
     if closed:
-        found = "not writable: " + ", ".join(closed.values())
-        findings.append(Finding("fault", "run folder", tuple(closed), found, "set its rights, or choose another one"))
-    elif apart := tuple(host for host, report in reports.items() if not report.sees):
-        found = f"{next(iter(reports.values())).folder} is not shared with {names(apart)}"
-        way_out = "mount one shared folder on all hosts: every rank must read the checkpoints to resume"
-        findings.append(Finding("warning", "run folder", apart, found, way_out))
-    else:
-        findings.append(Finding("good", "run folder", tuple(reports), "writable, and the same one everywhere"))
-    return findings
+        return [disk, _verdict("run folder", reports, closed, "", "set its rights, or choose another one")]
+    apart = {host: f"{report.folder} is not shared with {host}" for host, report in reports.items() if not report.sees}
+    way_out = "mount one shared folder on all hosts: every rank must read the checkpoints to resume"
+    return [disk, _verdict("run folder", reports, apart, "writable, and the same one everywhere", way_out, "warning")]
 
 
 def check_lock(folder: Path) -> list[Finding]:
@@ -240,8 +235,7 @@ def check_lock(folder: Path) -> list[Finding]:
         with run_lock(store):
             return [Finding("good", "run", (HERE,), f"no job works on {folder}")]
     except UserError as error:
-        found, _, way_out = str(error).rpartition(": ")
-        return [Finding("fault", "run", (HERE,), found, way_out)]
+        return [_refusal("run", (HERE,), error)]
 
 
 def names(hosts: Iterable[str]) -> str:
