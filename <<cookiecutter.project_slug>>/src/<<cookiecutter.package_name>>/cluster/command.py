@@ -1,4 +1,4 @@
-"""Jobs on several hosts, which launch/command.py starts for `launch ssh` and `launch elastic`: see docs/launch.md."""
+"""Jobs on several hosts, which launch/command.py starts for `launch ssh` and `launch elastic`: see docs/cluster.md."""
 
 from __future__ import annotations
 

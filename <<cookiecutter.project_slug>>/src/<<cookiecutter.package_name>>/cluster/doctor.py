@@ -1,6 +1,6 @@
 """Find what is wrong before a job starts: python -m <package>.cluster.doctor --hosts FILE.
 
-See docs/launch-troubles.md.
+See docs/cluster-troubles.md.
 """
 
 from __future__ import annotations
