@@ -113,13 +113,9 @@ def lint(session: nox.Session) -> None:
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """Runs the tests, two at a time where they allow it; arguments go to pytest instead."""
+    """Runs the tests, two at a time; arguments go to pytest instead."""
     use_environment(session)
-    if session.posargs:
-        run(session, "pytest", *session.posargs)
-    else:
-        run(session, "pytest", "-m", "not alone", "-n", "2", "--dist", "loadfile")
-        run(session, "pytest", "-m", "alone")
+    run(session, "pytest", *(session.posargs or ["-n", "2", "--dist", "loadfile"]))
 
 
 @nox.session(default=False, venv_backend="virtualenv")

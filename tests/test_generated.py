@@ -10,6 +10,8 @@ import pytest
 from conftest import COMBINATIONS, KNOW_AN_ENGINE, Answers, check, label, nox, render
 
 FRAMEWORKS = {"torch": ("torch",), "tensorflow": ("tensorflow", "keras")}
+# These have time limits that hold only while no other test runs.
+ALONE = [f"tests/machinery/test_{name}.py" for name in ("hosts_job", "strangers", "supervise")]
 IMPORT_ALL = """
 import importlib, pkgutil, my_training
 for module in pkgutil.walk_packages(my_training.__path__, "my_training."):
@@ -60,10 +62,15 @@ def test_all_lint_and_types(full_project: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("which", ["not slow", "slow and not alone", "alone"])
+@pytest.mark.parametrize("which", ["not slow", "slow"])
 def test_all_own_tests(which: str, full_project: Path) -> None:
     """Those of the machinery too."""
-    own_tests(full_project, "-m", which, *([] if which == "alone" else ["-n", "2", "--dist", "loadfile"]))
+    own_tests(full_project, "-m", which, "-n", "2", "--dist", "loadfile", *(f"--ignore={file}" for file in ALONE))
+
+
+@pytest.mark.long
+def test_what_runs_alone(full_project: Path) -> None:
+    own_tests(full_project, *ALONE)
 
 
 @pytest.fixture

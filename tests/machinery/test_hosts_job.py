@@ -13,7 +13,7 @@ from jobs import PACKAGE, ROOT, current_engine, read_lines, start_job, values, w
 from namespaces import NEEDS_ROOT, Hosts
 from test_launch import NEEDS_MPI, TRANSPORTS, expect, one_a_line, versioned
 
-pytestmark = [pytest.mark.slow, pytest.mark.alone, NEEDS_ROOT]
+pytestmark = [pytest.mark.slow, NEEDS_ROOT]
 
 SOURCES = ROOT / "src" / PACKAGE
 LOST_S = 60  # the promise: a static job has ended so many seconds after a cable was pulled

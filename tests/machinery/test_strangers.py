@@ -15,7 +15,7 @@ from jobs import ROOT, environment, launched
 from namespaces import NEEDS_ROOT, Hosts
 from waiting import wait_until
 
-pytestmark = [pytest.mark.slow, pytest.mark.alone]
+pytestmark = pytest.mark.slow
 
 STRANGER = Path(__file__).parent / "stranger.py"
 JOINS = str(Path(__file__).parent / "joins.py")

@@ -19,7 +19,7 @@ from my_training.launch.supervise import Job, Part, Process
 
 DOWN_S = 15
 
-pytestmark = [pytest.mark.slow, pytest.mark.alone]
+pytestmark = pytest.mark.slow
 each_transport = pytest.mark.parametrize("transport", TRANSPORTS)
 
 
