@@ -10,6 +10,7 @@ import pytest
 from engine_helpers import GOOD, MIXED, POISON, RATE, buffers, check_training, make, same, step, train, weights
 from jobs import choices, compose_config
 
+from << cookiecutter.package_name >>.data import ArrayDataset, normalized
 from << cookiecutter.package_name >>.engine import Sums, rank_file
 from << cookiecutter.package_name >>.errors import UserError
 from << cookiecutter.package_name >>.ranks import Communicator, open_communicator
@@ -28,6 +29,19 @@ def test_every_optimizer_builds(communicator: Communicator, choice: str) -> None
     optimizer = engine.optimizer
     rate = optimizer.param_groups[0]["lr"] if hasattr(optimizer, "param_groups") else float(optimizer.learning_rate)
     assert rate == pytest.approx(compose_config(f"optimizer={choice}").optimizer.lr)
+
+
+def test_an_engine_makes_of_images_what_their_measurement_does(communicator: Communicator) -> None:
+    scaled, _ = make(communicator, "data.normalize={mean: [0.25], std: [0.5]}")
+    plain, _ = make(communicator)
+    images = np.random.default_rng(0).integers(0, 256, (4, 8, 8, 1)).astype(np.uint8)
+    inputs, labels = normalized(images, {"mean": [0.25], "std": [0.5]}), np.zeros(4, np.int64)
+    np.testing.assert_allclose(inputs, (images / 255 - 0.25) / 0.5, atol=1e-6)
+    losses = [
+        engine.evaluate(ArrayDataset(given, labels), [np.arange(4)]).loss
+        for engine, given in ((scaled, images), (plain, inputs))
+    ]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
 
 
 def test_accumulation_changes_only_where_the_work_is_cut(communicator: Communicator) -> None:

@@ -7,7 +7,7 @@ device), and integer labels of shape (n,).
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
@@ -59,17 +59,30 @@ class ArrayDataset:
         return self.inputs[indices], self.labels[indices]
 
 
-def normalized(inputs: Array, settings: Any) -> npt.NDArray[np.float32]:
-    """What a model takes for samples as a data set gives them: uint8 from 0 to 1, then (x - mean) / std per channel.
+def normalizer(
+    settings: Any, uint8: Any, to_float: Callable[[Any], Any], constant: Callable[[Array], Any] = lambda array: array
+) -> Callable[[Any], Any]:
+    """Turns what a data set gives into what a model takes: uint8 from 0 to 1, then (x - mean) / std per channel.
 
     Args:
-        inputs: (n, *shape), channels last.
         settings: data.normalize: mean and std, or None.
+        uint8: That type in the framework of the inputs, which are (n, *shape), channels last.
+        to_float: Makes them float32.
+        constant: Makes a float32 array what the framework calculates with.
     """
-    floats = inputs.astype(np.float32) / 255 if inputs.dtype == np.uint8 else inputs.astype(np.float32)
-    if settings:
-        floats = (floats - np.array(list(settings["mean"]))) / np.array(list(settings["std"]))
-    return floats.astype(np.float32)
+    mean, std = (constant(np.array(list(settings[key]), np.float32)) if settings else None for key in ("mean", "std"))
+
+    def normalize(inputs: Any) -> Any:
+        floats = to_float(inputs) / 255 if inputs.dtype == uint8 else to_float(inputs)
+        return (floats - mean) / std if settings else floats
+
+    return normalize
+
+
+def normalized(inputs: Array, settings: Any) -> npt.NDArray[np.float32]:
+    """The same for arrays."""
+    floats: npt.NDArray[np.float32] = normalizer(settings, np.uint8, lambda array: array.astype(np.float32))(inputs)
+    return floats
 
 
 def hold_out(samples: int, fraction: float, seed: int) -> tuple[Indices, Indices]:

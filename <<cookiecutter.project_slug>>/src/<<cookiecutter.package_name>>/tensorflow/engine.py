@@ -18,7 +18,7 @@ from omegaconf import OmegaConf
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save as pack
 
-from ..data import Dataset
+from ..data import Dataset, normalizer
 from ..engine import NO_RANK, Hooks, Sums, check_finite
 from ..errors import UserError
 from ..gpus import gpu_name
@@ -83,7 +83,7 @@ class TensorFlowEngine:
         self.hooks = Hooks()
         self._own_mean = horovod.op == "adasum"
         self._shape = tuple(config.data.shape)
-        self._normalize = _normalizer(config.data.normalize)
+        self._normalize = normalizer(config.data.normalize, tf.uint8, lambda inputs: tf.cast(inputs, tf.float32))
         self._smoothing = float(config.label_smoothing)
         self._skip_bad_steps = config.on_nan == "skip"
         self._workers = int(config.data.workers)
@@ -372,18 +372,6 @@ def _make_optimizer(config: Any) -> keras.optimizers.Optimizer:
     if type(optimizer) is keras.optimizers.SGD:
         optimizer.__class__ = SteadySGD
     return keras.optimizers.LossScaleOptimizer(optimizer) if config.precision == "fp16" else optimizer
-
-
-def _normalizer(settings: Any) -> Callable[[tf.Tensor], tf.Tensor]:
-    """uint8 becomes float from 0 to 1; then (x - mean) / std per channel."""
-    mean, std = (list(settings.mean), list(settings.std)) if settings else ([0.0], [1.0])
-
-    def normalize(inputs: tf.Tensor) -> tf.Tensor:
-        if inputs.dtype == tf.uint8:
-            inputs = tf.cast(inputs, tf.float32) / 255
-        return (inputs - mean) / std if settings else inputs
-
-    return normalize
 
 
 def _read_plain(file: Path) -> dict[str, Any]:

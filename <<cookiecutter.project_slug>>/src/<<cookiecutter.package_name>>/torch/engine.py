@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ..data import Dataset
+from ..data import Dataset, normalizer
 from ..engine import NO_RANK, Hooks, Sums, check_finite
 from ..errors import UserError
 from ..ranks import Bytes, Communicator
@@ -75,7 +75,9 @@ class TorchEngine:
         self._dtype = PRECISIONS[config.precision]
         self._scaler = torch.amp.GradScaler(device.type, enabled=config.precision == "fp16")
         self._channels_last = config.channels_last
-        self._normalize = _normalizer(config.data.normalize, device)
+        self._normalize = normalizer(
+            config.data.normalize, torch.uint8, Tensor.float, lambda array: torch.from_numpy(array).to(device)
+        )
         self._smoothing = float(config.label_smoothing)
         self._clip_norm = math.inf if config.clip_norm is None else float(config.clip_norm)
         self._skip_bad_steps = config.on_nan == "skip"
@@ -344,19 +346,6 @@ def _synchronize_batch_norm(model: nn.Module, communicator: Communicator, device
         else:
             _synchronize_batch_norm(child, communicator, device)
     return model
-
-
-def _normalizer(settings: Any, device: torch.device) -> Callable[[Tensor], Tensor]:
-    """uint8 becomes float from 0 to 1; then (x - mean) / std per channel, channels last."""
-    mean, std = (settings.mean, settings.std) if settings else ([0.0], [1.0])
-    shift, scale = (torch.tensor(list(values), device=device) for values in (mean, std))
-
-    def normalize(inputs: Tensor) -> Tensor:
-        if inputs.dtype == torch.uint8:
-            inputs = inputs.float() / 255
-        return (inputs - shift) / scale if settings else inputs
-
-    return normalize
 
 
 def _load_plain(file: Path, *, mmap: bool = False) -> Any:
