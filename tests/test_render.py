@@ -129,6 +129,7 @@ def test_every_combination(answers: Answers, template: Path, tmp_path: Path) -> 
         assert not found, f"{found} in {name}"
     check_syntax(project)
     check_style(project)
+    check_blanks(project)
     check_versions(project, answers)
     check_one_wing(project, answers["framework"])
     check_names(project, answers)
@@ -250,6 +251,17 @@ def check_style(project: Path) -> None:
     """Types depend on no answer but the framework: test_generated.py checks them once."""
     check(sys.executable, "-m", "ruff", "check", "--no-cache", cwd=project)
     check(sys.executable, "-m", "ruff", "format", "--check", "--no-cache", cwd=project)
+
+
+def check_blanks(project: Path) -> None:
+    """What is left out leaves no gap; Python's layout is ruff's matter."""
+    for name in files(project):
+        text = (project / name).read_text(errors="replace")
+        if name.endswith((".py", ".gz")) or not text:
+            continue
+        found = re.search(r"[ \t]$|\A\n|\n{3}|\n\n\Z|[^\n]\Z", text, re.MULTILINE)
+        assert not found, f"{found} in {name}"
+    assert not re.search(r'^"', (project / "pyproject.toml").read_text(), re.MULTILINE)
 
 
 def check_versions(project: Path, answers: Answers) -> None:
