@@ -118,7 +118,7 @@ def test_it_trains_as_its_own_user(image: str) -> None:
     with container(image) as name:
         assert enter(name, "id", "-u").strip() == USER
         output = enter(name, "launch/local.sh", "-n", "2", "name=pair")
-        assert float(re.findall(r"best validation accuracy +│ ([\d.]+) %", output)[0]) >= 97
+        assert float(re.findall(r"best validation accuracy +([\d.]+) %", output)[0]) >= 97
         assert enter(name, "ls", "runs/pair/logs").split() == ["rank-0.log", "rank-1.log"]
 
 
@@ -278,7 +278,7 @@ def test_two_containers_train_together(user: str, image: str, source: Path, tmp_
         command = ["ip", "netns", "exec", hosts[0][0], *inside(names[2], *job, options=options, user=user)]
         done = subprocess.run(command, env=os.environ | BUILDAH, capture_output=True, text=True, timeout=120)
         assert done.returncode == 0, done.stdout + done.stderr
-        assert "ranks, global batch      │ 2, 64" in done.stdout
+        assert re.search(r"ranks, global batch +2, 64", done.stdout)
         assert {file.name for file in (runs / "pair/logs").iterdir()} == {"rank-0.log", "rank-1.log"}
 
 

@@ -14,7 +14,7 @@ PAGE = ROOT / "CONTRIBUTING.md"
 WINGS = ("torch", "tensorflow")
 
 # The package's own folder holds two rooms: the modules that know nothing else of it, and the rest.
-BOTTOM = {"addresses", "errors", "files", "gpus", "trust"}
+BOTTOM = {"addresses", "errors", "files", "gpus", "tables", "trust"}
 BASE = {"bottom", "checkpoints", "core"}
 # From the bottom upwards; every room may import itself.
 MAY_IMPORT: dict[str, set[str]] = {

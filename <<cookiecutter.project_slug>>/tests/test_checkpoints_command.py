@@ -16,6 +16,7 @@ from store_helpers import bomb, content, flip_byte, publish, steps
 from << cookiecutter.package_name >>.checkpoints.command import main
 from << cookiecutter.package_name >>.checkpoints.store import Store, Writer
 from << cookiecutter.package_name >>.errors import UserError
+from << cookiecutter.package_name >>.tables import print_table
 
 
 @pytest.fixture
@@ -61,6 +62,20 @@ def test_list(store: Store, run: str, capsys: pytest.CaptureFixture[str]) -> Non
     assert rows[0]["metric"] == 0.9
     assert rows[1]["tags"] == ["production"]
     assert rows[2]["problems"] == ["model.bin is missing"]
+
+
+def test_a_table_fits_the_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    table = ("name", "what it is"), [("first", "a b c d e f g h i"), ("second", "one line\nanother"), ("third", "")]
+    print_table(*table)
+    monkeypatch.setenv("COLUMNS", "19")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    print_table(*table, title="narrow")
+    assert capsys.readouterr().out.splitlines() == [
+        *("name    what it is", "------  -----------------", "first   a b c d e f g h i"),
+        *("second  one line", "        another", "third", "narrow"),
+        *("name    what it is", "------  -----------", "first   a b c d e f", "        g h i"),
+        *("second  one line", "        another", "third"),
+    ]
 
 
 def test_list_sees_altered_bytes_when_asked(store: Store, run: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,11 +14,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
 
 from .errors import UserError
+from .tables import print_table
 
 log = logging.getLogger(__name__)
 
@@ -67,8 +66,7 @@ class Tracker:
             from tensorboard.summary import Writer
 
             self._board = Writer(str(folder / "tensorboard"))
-        self._console = Console()
-        self._bar = _progress_bar(self._console)
+        self._bar = _progress_bar()
         self._task = self._bar.add_task("training", total=epochs, text="")
         self._bar.update(self._task, completed=start)
         self._terminal = _is_watched()
@@ -113,7 +111,7 @@ class Tracker:
             self._board.close()
         if summary is not None:
             draw_curves(self._file, self._folder / "curves.png")
-            show_table("training finished", summary)
+            print_table(("training finished", ""), summary.items())
 
 
 class _Lines:
@@ -144,17 +142,9 @@ def _is_watched() -> bool:
     return sys.stdout.isatty() and shutil.get_terminal_size(fallback=(0, 0)).columns > 0
 
 
-def _progress_bar(console: Console) -> Progress:
+def _progress_bar() -> Progress:
     columns = (BarColumn(), TextColumn("{task.completed:.2f}/{task.total:.0f} epochs  {task.fields[text]}"))
-    return Progress(*columns, TimeRemainingColumn(), console=console)
-
-
-def show_table(title: str, rows: Mapping[str, str]) -> None:
-    """Print names and values."""
-    table = Table(title=title, show_header=False)
-    for name, value in rows.items():
-        table.add_row(name, value)
-    Console().print(table)
+    return Progress(*columns, TimeRemainingColumn())
 
 
 def _clock(seconds: float) -> str:

@@ -26,7 +26,8 @@ from .preemption import Preemption
 from .ranks import Communicator, launched_rank, open_communicator
 from .run_folder import TRAINING, check_folder
 from .saving import Saver, upload_newest
-from .tracking import METRICS, Tracker, open_log, read_metrics, show_table
+from .tables import print_table
+from .tracking import METRICS, Tracker, open_log, read_metrics
 from .train_state import TrainState
 
 
@@ -76,7 +77,7 @@ def begin(run: Run) -> None:
     if run.config.weights_from is not None:
         report = resume.load_weights(run.communicator, run.engine, run.store, str(run.config.weights_from))
         if run.communicator.writes:
-            show_table("weights", report)
+            print_table(("weights", ""), report.items())
 
 
 def open_run(config: DictConfig, folder: Path, kind: str) -> Run:
@@ -112,7 +113,7 @@ def show_result(run: Run, state: TrainState) -> TrainState:
     """What a finished run has come to; a mirror gets what it still lacks."""
     run.communicator.on_writer(lambda: upload_newest(run.config, run.store), "mirror")
     if run.communicator.writes:
-        show_table("training finished", summary(run, state))
+        print_table(("training finished", ""), summary(run, state).items())
     return state
 
 

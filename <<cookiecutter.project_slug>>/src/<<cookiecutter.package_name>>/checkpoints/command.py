@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from ..errors import Parser
+from ..tables import print_table
 from .checkpoint import Checkpoint, best_by, metric_of
 from .diff import changes, flat, read_flat, weight_changes
 from .manifest import read_manifest
@@ -39,7 +39,7 @@ def list_(options: argparse.Namespace) -> int:
     if options.json:
         return _print_json(rows)
     columns = ("step", "epoch", metric or "metric", "size", "age", "tags", "state", "commit")
-    _print_table(columns, (_cells(row) for row in rows))
+    print_table(columns, (_cells(row) for row in rows))
     return 0
 
 
@@ -61,7 +61,7 @@ def show(options: argparse.Namespace) -> int:
     }
     if options.json:
         return _print_json(about)
-    _print_table(("what", "value"), ((key, _text(value)) for key, value in flat(about)))
+    print_table(("what", "value"), ((key, _text(value)) for key, value in flat(about)))
     return 0
 
 
@@ -73,7 +73,7 @@ def verify(options: argparse.Namespace) -> int:
     if options.json:
         _print_json(results)
     else:
-        _print_table(("checkpoint", "state"), ((name, "\n".join(found) or "good") for name, found in results.items()))
+        print_table(("checkpoint", "state"), ((name, "\n".join(found) or "good") for name, found in results.items()))
     return DAMAGED if any(results.values()) else 0
 
 
@@ -89,7 +89,7 @@ def diff(options: argparse.Namespace) -> int:
     if options.json:
         return _print_json(found)
     rows = ((part, key, _text(a), _text(b)) for part, keys in found.items() for key, (a, b) in keys.items())
-    _print_table(("part", "key", old.name, new.name), rows)
+    print_table(("part", "key", old.name, new.name), rows)
     return 0
 
 
@@ -238,17 +238,6 @@ def _report(options: argparse.Namespace, done: dict[str, Any]) -> int:
 def _print_json(value: Any) -> int:
     print(json.dumps(value, indent=2))
     return 0
-
-
-def _print_table(columns: Iterable[str], rows: Iterable[tuple[str, ...]]) -> None:
-    """In plain columns: thousands of rows must be there at once."""
-    lines = [tuple(columns)]
-    for row in rows:
-        lines += itertools.zip_longest(*(cell.splitlines() for cell in row), fillvalue="")
-    lines.insert(1, tuple("-" * max(map(len, column)) for column in zip(*lines, strict=True)))
-    widths = [len(rule) for rule in lines[1]]
-    for line in lines:
-        print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
 
 
 def _text(value: Any) -> str:

@@ -20,6 +20,7 @@ from typing import Any
 from ..errors import Parser, end_at_sigterm, end_well
 from ..launch.command import PACKAGE
 from ..launch.transport import Host
+from ..tables import print_table
 from . import doctor_checks as checks
 from .allreduce import engines
 from .doctor_checks import Finding
@@ -154,7 +155,7 @@ def main() -> None:
     if options.json:
         print(json.dumps([asdict(finding) for finding in diagnosis.findings], indent=2))
     else:
-        _print_table(diagnosis.findings)
+        _show(diagnosis.findings)
     sys.exit(FAULT_CODE if diagnosis.faults() else 0)
 
 
@@ -176,19 +177,19 @@ def _parse(arguments: list[str]) -> Any:
     return options
 
 
-def _print_table(findings: Sequence[Finding]) -> None:
-    from rich.box import SIMPLE
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table("state", "check", "hosts", "found", "way out", box=SIMPLE)
+def _show(findings: Sequence[Finding]) -> None:
     everyone = max((len(finding.hosts) for finding in findings), default=0)
-    for item in findings:
-        hosts = "all" if len(item.hosts) == everyone > 1 else checks.names(item.hosts)
-        style = {"warning": "yellow", "fault": "red"}.get(item.state)
-        table.add_row(item.state, item.check, hosts, item.found, item.way_out, style=style)
-    width = None if sys.stdout.isatty() else 200
-    Console(width=width, markup=False, highlight=False).print(table)
+    rows = [
+        (
+            item.state,
+            item.check,
+            "all" if len(item.hosts) == everyone > 1 else checks.names(item.hosts),
+            item.found,
+            item.way_out,
+        )
+        for item in findings
+    ]
+    print_table(("state", "check", "hosts", "found", "way out"), rows)
 
 
 if __name__ == "__main__":

@@ -9,11 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Column, Table
-
 from ..checkpoints.manifest import write_durably
 from ..errors import UserError
+from ..tables import print_table
 from ..trust import read_json
 
 FIGURES = "report.json"
@@ -80,12 +78,11 @@ def show(report: Report) -> None:
     """Print the table."""
     setting = report.setting
     title = f"batch {setting['batch']}, {setting['threads']} threads, {setting['processor']}"
-    names = [Column(name, overflow="fold") for name in report.models]
-    table = Table(Column(no_wrap=True), *names, title=title)
-    for name, key, form in LINES:
-        cells = [row[key] for row in report.models.values()]
-        table.add_row(name, *("" if cell is None else form.format(cell) for cell in cells))
-    Console().print(table)
+    rows = (
+        (name, *("" if row[key] is None else form.format(row[key]) for row in report.models.values()))
+        for name, key, form in LINES
+    )
+    print_table(("", *report.models), rows, title)
     for remark in report.remarks:
         print(remark)
 
