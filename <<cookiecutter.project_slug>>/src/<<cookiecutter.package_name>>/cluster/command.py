@@ -17,7 +17,7 @@ from ..launch.transport import Host, Start
 from . import doctor
 from .elastic import Limits, Pool, run_elastic
 from .hosts import allot, discover_hosts, parse_hosts, read_hosts
-from .network import Network, is_here, parse_subnet
+from .network import Network, checked_subnet, is_here
 from .ssh import port_number, ssh_command
 from .start import HostsStart
 
@@ -49,7 +49,7 @@ def hosts_parser(kind: str = "ssh") -> Parser:
         add("-n", type=count(1), metavar="RANKS", help="all slots of the hosts by default")
     else:
         which("--discover", metavar="COMMAND", help="prints 'host' or 'host:4' lines; else --hosts is read again")
-    add("--network", type=network, metavar="SUBNET", help="for the ranks, such as 10.0.0.0/16; else it is found")
+    add("--network", type=checked_subnet, metavar="SUBNET", help="for the ranks, such as 10.0.0.0/16; else it is found")
     add("--port", type=port_number, help="of the hosts' ssh; else what ssh's own configuration says")
     add("--env", type=variable, action="append", default=[], metavar="NAME", help="pass it on to the other hosts too")
     add("--no-check", action="store_true", help="start whatever may be wrong with the hosts")
@@ -77,16 +77,6 @@ def variable(name: str) -> str:
     if name not in os.environ:
         raise ArgumentTypeError(f"{name} is no variable here: give the name of one that is exported")
     return name
-
-
-def network(subnet: str) -> str:
-    """A subnet, as an option's value.
-
-    Raises:
-        UserError: if it is none.
-    """
-    parse_subnet(subnet)
-    return subnet
 
 
 def listed_hosts(options: Namespace) -> list[Host]:

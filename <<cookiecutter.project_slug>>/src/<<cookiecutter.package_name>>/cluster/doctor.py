@@ -19,15 +19,15 @@ from typing import Any
 
 from ..errors import Parser, end_at_sigterm, end_well
 from ..launch.command import PACKAGE
-from ..launch.transport import Host
+from ..launch.transport import LOCAL, Host
 from ..tables import print_table
 from . import doctor_checks as checks
 from .allreduce import engines
 from .doctor_checks import Finding
 from .host_report import nearest
-from .host_sessions import HERE, HostSessions
+from .host_sessions import HostSessions
 from .hosts import parse_hosts, read_hosts
-from .network import Network, is_here, parse_subnet
+from .network import Network, checked_subnet, is_here
 from .ssh import port_number
 
 FAULT_CODE = 2
@@ -68,10 +68,10 @@ def check(
     Raises:
         UserError: if there is no ssh.
     """
-    hosts = list(hosts) or [Host(HERE)]
+    hosts = list(hosts) or [Host(LOCAL)]
     names = [host.name for host in hosts]
     if not any(map(is_here, names)):
-        names.append(HERE)
+        names.append(LOCAL)
     with ExitStack() as closing:
         token = _leave_token(nearest(folder), closing)
         sessions = closing.enter_context(HostSessions(names, nearest(folder), token, port))
@@ -150,7 +150,7 @@ def main() -> None:
     """Print the findings; the exit code is 0, or 2 if there is a fault."""
     end_at_sigterm()
     options = _parse(sys.argv[1:])
-    hosts = read_hosts(options.hosts) if options.hosts else [] if options.H is None else parse_hosts(options.H)
+    hosts = options.H or (read_hosts(options.hosts) if options.hosts else [])
     diagnosis = check(hosts, options.folder, options.port, options.network, options.quick)
     if options.json:
         print(json.dumps([asdict(finding) for finding in diagnosis.findings], indent=2))
@@ -163,18 +163,13 @@ def _parse(arguments: list[str]) -> Any:
     parser = Parser(prog="doctor", description=__doc__)
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--hosts", type=Path, metavar="FILE", help="a hostfile; without hosts, this machine alone")
-    which.add_argument("-H", metavar="a:4,b:4", help="the hosts and their slots")
+    which.add_argument("-H", type=parse_hosts, metavar="a:4,b:4", help="the hosts and their slots")
     parser.add_argument("--folder", type=Path, default=Path("runs"), help="of the runs, or of one run (runs)")
-    parser.add_argument(
-        "--port", type=port_number, help="of the hosts' sshd; ssh's own configuration knows it otherwise"
-    )
-    parser.add_argument("--network", metavar="SUBNET", help="for the ranks, such as 10.0.0.0/16")
+    parser.add_argument("--port", type=port_number, help="of the hosts' sshd; else what ssh's own configuration says")
+    parser.add_argument("--network", type=checked_subnet, metavar="SUBNET", help="for the ranks, such as 10.0.0.0/16")
     parser.add_argument("--quick", action="store_true", help="start no job")
     parser.add_argument("--json", action="store_true", help="the findings as a list of objects")
-    options = parser.parse_args(arguments)
-    if options.network is not None:
-        parse_subnet(options.network)
-    return options
+    return parser.parse_args(arguments)
 
 
 def _show(findings: Sequence[Finding]) -> None:

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from ..checkpoints.lock import run_lock
 from ..errors import UserError
-from ..launch.transport import Host
+from ..launch.transport import LOCAL, Host
 from .host_report import HostReport
-from .host_sessions import HERE, HostSessions
+from .host_sessions import HostSessions
 from .network import Interface, Network, choose_network
 
 MAX_SKEW_S = 5.0
@@ -233,9 +233,9 @@ def check_lock(folder: Path) -> list[Finding]:
         return []
     try:
         with run_lock(store):
-            return [Finding("good", "run", (HERE,), f"no job works on {folder}")]
+            return [Finding("good", "run", (LOCAL,), f"no job works on {folder}")]
     except UserError as error:
-        return [_refusal("run", (HERE,), error)]
+        return [_refusal("run", (LOCAL,), error)]
 
 
 def names(hosts: Iterable[str]) -> str:

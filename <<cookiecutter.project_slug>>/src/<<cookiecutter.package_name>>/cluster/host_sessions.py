@@ -23,7 +23,6 @@ from .ssh import remote, ssh_command
 
 T = TypeVar("T")
 
-HERE = "localhost"  # how the machine that asks is called where it is not one of the hosts
 ANSWER_S = 30.0  # for ssh and the report together
 CONNECT_S = 15.0  # for the hosts to connect to each other
 

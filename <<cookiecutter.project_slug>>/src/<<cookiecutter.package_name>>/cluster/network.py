@@ -136,6 +136,16 @@ def _listed(interfaces: Sequence[Interface]) -> str:
     return ", ".join(f"{item.name} {item.address}/{item.prefix}" for item in _usable(interfaces)) or "none"
 
 
+def checked_subnet(text: str) -> str:
+    """The subnet that the user names, as an option's value.
+
+    Raises:
+        UserError: if it is none.
+    """
+    parse_subnet(text)
+    return text
+
+
 def parse_subnet(subnet: str) -> Subnet:
     """The subnet that the user names.
 

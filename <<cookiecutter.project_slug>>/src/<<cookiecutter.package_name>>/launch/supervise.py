@@ -266,19 +266,20 @@ class Job:
             if signals.again is not None:
                 return Failure("stopped by a second signal, without saving", 128 + signals.again)
             if failure is None:
-                failure = self._lost_host()
-                if failure:
-                    return failure
-                failure = self._fault()
-                if failure and failure.code != PREEMPTED:
-                    settle = GIVE_UP_S if any(link.gave_up for link in self._links) else SETTLE_S
-                    self._deadline = min(self._deadline, time.monotonic() + settle)
-                elif failure:
-                    self._deadline = min(self._deadline, time.monotonic() + self._grace_s)
+                if lost := self._lost_host():
+                    return lost
+                if failure := self._fault():
+                    self._deadline = min(self._deadline, time.monotonic() + self._patience(failure))
             if time.monotonic() > self._deadline:
                 late = f"the ranks did not end within {self._grace_s:g} s after they were told to save and stop"
                 return self._fault() or Failure(f"{late}: give them more with --grace", FAILURE)
         return self._fault()
+
+    def _patience(self, failure: Failure) -> float:
+        """How many seconds the others have to end by themselves."""
+        if failure.code == PREEMPTED:
+            return self._grace_s
+        return GIVE_UP_S if any(link.gave_up for link in self._links) else SETTLE_S
 
     def _say_alive(self) -> None:
         if time.monotonic() - self._alive_at > ALIVE_EVERY_S:
