@@ -60,7 +60,6 @@ class Saver:
         statistics = self._engine.statistics()
         ranks = RankStates(self._communicator, self._engine.rank_state(), self._publisher.folder)
         meta = self._described | _measured(state)
-
         self._communicator.on_writer(
             lambda: self._publisher.save(state.step, lambda: self._copy(statistics, ranks, state), meta), "save"
         )
