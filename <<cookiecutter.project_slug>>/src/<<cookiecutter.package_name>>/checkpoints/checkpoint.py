@@ -11,7 +11,6 @@ from typing import Any
 
 from .. import files
 from . import manifest
-from .retention import Facts
 
 META = "meta.json"
 
@@ -80,21 +79,14 @@ def metric_of(checkpoint: Checkpoint, metric: str | None) -> float | None:
 
 def best_by(checkpoints: list[Checkpoint]) -> tuple[str | None, str]:
     """The metric and mode that the newest one was saved with."""
-    newest = max((item for item in checkpoints if item.meta), key=age, default=None)
+    newest = max((item for item in checkpoints if item.meta), key=by_publication, default=None)
     metric, mode = (newest.meta.get("metric"), newest.meta.get("mode")) if newest else (None, None)
     return (metric if isinstance(metric, str) else None), ("min" if mode == "min" else "max")
 
 
-def age(checkpoint: Checkpoint) -> tuple[float, int, int]:
+def by_publication(checkpoint: Checkpoint) -> tuple[float, int, int]:
     """Sorts from the first to the last published. One without a readable meta.json comes last, to be looked at."""
     if not checkpoint.meta:
         return (math.inf, *order(checkpoint.name))
     sequence = checkpoint.meta.get("sequence")
     return (sequence if isinstance(sequence, int) else 0, *order(checkpoint.name))
-
-
-def facts(checkpoint: Checkpoint, metric: str | None, mode: str) -> Facts:
-    """For retention. NaN was saved as null: it never ranks."""
-    value = metric_of(checkpoint, metric)
-    score = -value if value is not None and mode == "min" else value
-    return Facts(checkpoint.name, checkpoint.step, age(checkpoint), score)

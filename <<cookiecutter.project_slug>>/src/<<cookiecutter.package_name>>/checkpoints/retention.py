@@ -16,13 +16,13 @@ class Facts:
     Attributes:
         name: Its folder's name.
         step: Optimizer steps.
-        age: Sorts from the first to the last published.
+        published: Sorts from the first to the last published.
         score: The metric, so that larger is better; None if it has none.
     """
 
     name: str
     step: int
-    age: tuple[float, int, int]
+    published: tuple[float, int, int]
     score: float | None
 
 
@@ -64,11 +64,11 @@ class Retention:
                 self.unkept.add(name)
 
     def _places(self, facts: Facts) -> Iterator[tuple[_Top, tuple[Any, ...]]]:
-        yield self._newest, facts.age
+        yield self._newest, facts.published
         if facts.score is not None:
-            yield self._best, (facts.score, *(-part for part in facts.age))
+            yield self._best, (facts.score, *(-part for part in facts.published))
         if self._every and facts.step % self._every == 0:
-            yield self._steps[facts.step], facts.age[1:]
+            yield self._steps[facts.step], facts.published[1:]
 
 
 class _Top:

@@ -30,11 +30,11 @@ from typing import Any
 from .. import files
 from ..errors import UserError
 from . import manifest, temporaries
-from .checkpoint import META, Checkpoint, age, best_by, facts, is_name, order, read_checkpoint
+from .checkpoint import META, Checkpoint, best_by, by_publication, is_name, metric_of, order, read_checkpoint
 from .disk_errors import StoreError, storage_errors
 from .lock import run_lock
 from .manifest import MANIFEST
-from .retention import Retention
+from .retention import Facts, Retention
 
 log = logging.getLogger(__name__)
 
@@ -124,7 +124,7 @@ class Store:
         Raises:
             UserError: if one cannot be read for want of a right, which is no reason to pass it over.
         """
-        for checkpoint in sorted(self.checkpoints(), key=age, reverse=True):
+        for checkpoint in sorted(self.checkpoints(), key=by_publication, reverse=True):
             problems = self.verify(checkpoint)
             if not problems:
                 return checkpoint
@@ -335,8 +335,8 @@ class Store:
             rules = Retention(self.keep_last, self.keep_best, self.keep_every)
             by = self._best_by(sound)
             for checkpoint in sound:
-                rules.add(facts(checkpoint, *by))
-            sequence = max((int(age(item)[0]) for item in everything if item.meta), default=0)
+                rules.add(_facts(checkpoint, *by))
+            sequence = max((int(by_publication(item)[0]) for item in everything if item.meta), default=0)
             self._view = _View(rules, sequence, stamp)
         return self._view
 
@@ -367,8 +367,8 @@ class Store:
         if self._view is None or self.metric is None:  # the newest one says which metric decides
             self._view = None
             return
-        self._view.rules.add(facts(checkpoint, self.metric, self.mode))
-        self._view.sequence = max(self._view.sequence, int(age(checkpoint)[0]))
+        self._view.rules.add(_facts(checkpoint, self.metric, self.mode))
+        self._view.sequence = max(self._view.sequence, int(by_publication(checkpoint)[0]))
 
     def _set_damaged(self, *names: str) -> None:
         self._damaged.update(names)
@@ -526,6 +526,13 @@ def _find_path(path: Path) -> Checkpoint | None:
 def _there_are(found: Iterable[str], pointers: Iterable[str]) -> str:
     names = [*pointers, *found]
     return f"there are {', '.join(names[-12:])}" if names else "there are none yet"
+
+
+def _facts(checkpoint: Checkpoint, metric: str | None, mode: str) -> Facts:
+    """For retention. NaN was saved as null: it never ranks."""
+    value = metric_of(checkpoint, metric)
+    score = -value if value is not None and mode == "min" else value
+    return Facts(checkpoint.name, checkpoint.step, by_publication(checkpoint), score)
 
 
 def _without_nan(value: Any) -> Any:
