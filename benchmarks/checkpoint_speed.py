@@ -1,6 +1,8 @@
 """How fast the checkpoint store is, as ratios to plain reads and writes of the same bytes.
 
-    python benchmarks/checkpoint_speed.py [--folder /disk/to/measure] [--package src/my_training]   with a project's Python
+    python benchmarks/checkpoint_speed.py [--folder /disk/to/measure] [--package src/my_training]
+
+It needs a project's packages.
 
 The kinds of work alternate in random order, each on a disk that has nothing else to write; the best time of each
 counts, since a shared disk only ever adds to it. Exits with 1 if a target is missed.
