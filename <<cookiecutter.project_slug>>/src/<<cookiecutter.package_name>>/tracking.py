@@ -52,14 +52,13 @@ class Tracker:
 
     def __init__(self, folder: Path, *, writes: bool, epochs: int, start: float, step: int, tensorboard: bool) -> None:
         self._writes = writes
-        self._file = folder / METRICS
         self._folder = folder
         self._epochs = epochs
         self._board: Any = None
         if not writes:
             return
-        _drop_after(self._file, step)
-        self._lines = _Lines(self._file)
+        _drop_after(folder / METRICS, step)
+        self._lines = _Lines(folder / METRICS)
         if tensorboard:
             # Its writer would import TensorFlow where that is installed; by this name it knows that it must not.
             sys.modules.setdefault("tensorboard.compat.notf", ModuleType("notf"))
@@ -110,7 +109,7 @@ class Tracker:
         if self._board:
             self._board.close()
         if summary is not None:
-            draw_curves(self._file, self._folder / "curves.png")
+            draw_curves(self._folder / METRICS, self._folder / "curves.png")
             print_table(("training finished", ""), summary.items())
 
 
