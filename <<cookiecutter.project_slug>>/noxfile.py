@@ -34,7 +34,7 @@ FRAMEWORKS = [name + SUFFIX if name + SUFFIX in EXTRAS else name for name in ("t
 PINS = [pin for extra in FRAMEWORKS for pin in EXTRAS[extra]]
 # Horovod's collectives of objects need numpy, and the frameworks don't always bring it.
 PINS += [pin for pin in PROJECT["dependencies"] if pin.startswith("numpy")]
-BESIDE = [name for name in ("horovod", "compress", "slurm", "dev") if name in EXTRAS]
+BESIDE = [name for name in ("horovod", "export", "compress", "slurm", "dev") if name in EXTRAS]
 
 
 def fingerprint() -> str:

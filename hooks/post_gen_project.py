@@ -21,6 +21,16 @@ PARTS = {
         "docs/container.md",
         "locks",
     ),
+    "use_compression": (
+        f"{PACKAGE}/compress",
+        f"{PACKAGE}/conf/compress",
+        f"{PACKAGE}/conf/compress.yaml",
+        "docs/compress.md",
+        "tests/*compress*",
+        "tests/*quantize*",
+        "tests/ranks/*_calibration.py",
+        "tests/ranks/masks.py",
+    ),
     "use_slurm": ("launch/slurm.sbatch",),
     "use_kubernetes": ("launch/kubernetes.yaml",),
 }

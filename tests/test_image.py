@@ -167,8 +167,9 @@ def test_a_read_only_root_will_do(image: str) -> None:
 @NEEDS_ROOT
 def test_the_projects_tests_pass_in_it(image: str, source: Path) -> None:
     with container(image) as name:
-        extra = load_toml(source / "pyproject.toml")["project"]["optional-dependencies"]["compress"]
-        wanted = ["pytest", "pytest-timeout", "pytest-xdist", "moto[server]", "s3fs", *extra]
+        extras = load_toml(source / "pyproject.toml")["project"]["optional-dependencies"]
+        wanted = ["pytest", "pytest-timeout", "pytest-xdist", "moto[server]", "s3fs"]
+        wanted += [*extras["export"], *extras["compress"]]
         buildah("run", "--user", "root", name, "--", "pip", "install", "--quiet", *wanted)
         chosen = ["-m", "not slow", "-k", f"({KNOW_AN_ENGINE}) and not noxfile", "tests"]
         assert re.search(

@@ -64,10 +64,14 @@ OPTIONAL = {
     "use_kubernetes": {"launch/kubernetes.yaml"},
 }
 # Paths of the package, tests and docs that an answer brings.
-CODE = {"use_container": r"docs/container\.md"}
+CODE = {
+    "use_container": r"docs/container\.md",
+    "use_compression": r"/compress[/.]|_compress|compress_|quantize|ranks/(.*_calibration|masks)\.py",
+}
 # What no other file may name where it was left out.
 NAMES = {
     "use_container": r"\bDockerfile\b|\bcompose\.yaml|\bdocker/|docs/container|image\.yml|launch/kubernetes",
+    "use_compression": r"compress\.md|\bcompress=|module compress|my_training\.compress|torch.pruning",
     "use_slurm": r"slurm\.sbatch",
     "use_kubernetes": r"launch/kubernetes",
 }
@@ -275,10 +279,12 @@ def check_versions(project: Path, answers: Answers) -> None:
         extras["tensorflow"] = [f"tensorflow-cpu=={tensorflow}"]
         extras["tensorflow-gpu"] = [f"tensorflow[and-cuda]=={tensorflow}"]
     written = settings["project"]["optional-dependencies"]
-    free = {name: written[name] for name in ("compress", "dev", *(["slurm"] if answers["use_slurm"] else []))}
+    if answers["use_compression"] and answers["framework"] != "tensorflow":
+        extras["compress"] = ["torch-pruning>=1.6.1"]
+    free = {name: written[name] for name in ("export", "dev", *(["slurm"] if answers["use_slurm"] else []))}
     assert written == {"horovod": ["horovod==0.28.1"], **extras, **free}
-    assert ("onnxruntime>=1.22" in written["compress"]) == (answers["framework"] != "tensorflow")
-    assert ("ai-edge-litert>=2.0" in written["compress"]) == (answers["framework"] != "torch")
+    assert ("onnxruntime>=1.22" in written["export"]) == (answers["framework"] != "tensorflow")
+    assert ("ai-edge-litert>=2.0" in written["export"]) == (answers["framework"] != "torch")
     workflow = yaml.safe_load((project / ".github/workflows/ci.yml").read_text())
     for framework, version in (("torch", torch), ("tensorflow", tensorflow)):
         for kind in ("cpu", "gpu"):

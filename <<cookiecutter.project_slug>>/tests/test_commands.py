@@ -46,7 +46,9 @@ def run(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_all_commands_are_known() -> None:
-    assert {*BEGINNINGS} == {*COMMANDS}
+    """But those of a room that was left out."""
+    there = {path.stem for path in SOURCES.iterdir()}
+    assert {name for name in BEGINNINGS if name.partition(".")[0] in there} == {*COMMANDS}
 
 
 @pytest.mark.parametrize("name", COMMANDS)

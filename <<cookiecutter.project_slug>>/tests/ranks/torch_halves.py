@@ -1,4 +1,4 @@
-"""A compression of gradients as a user would write it; docs/compress.md shows it."""
+"""A compression of gradients as a user would write it; docs/torch-gradients.md shows it."""
 
 from typing import Any
 

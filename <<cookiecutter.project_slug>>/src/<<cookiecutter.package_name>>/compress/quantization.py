@@ -1,4 +1,4 @@
-"""Fewer bits without training; docs/export.md says which methods there are and what each is good for."""
+"""Fewer bits without training; docs/compress.md says which methods there are and what each is good for."""
 
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ def load_predictor(path: Path, threads: int | None = None, trusted: Sequence[str
     except UserError:
         raise
     except ImportError as error:
-        raise UserError(f"{path} needs {runtime} ({error}): install this project's extra 'compress'") from error
+        raise UserError(f"{path} needs {runtime} ({error}): install this project's extra 'export'") from error
     except Exception as error:
         reason = " ".join(str(error).split())[:200]
         raise UserError(f"{path} cannot be loaded by {runtime} ({reason}): export it again") from error

@@ -1,4 +1,4 @@
-"""Smaller Keras models as LiteRT files: int8 and fp16; docs/export.md says what each is good for."""
+"""Smaller Keras models as LiteRT files: int8 and fp16; docs/compress.md says what each is good for."""
 
 from __future__ import annotations
 

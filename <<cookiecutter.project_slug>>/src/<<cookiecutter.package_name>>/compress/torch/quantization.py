@@ -1,4 +1,4 @@
-"""Smaller PyTorch models: int8 for ONNX Runtime, fp16 and bf16; docs/export.md says what each is good for."""
+"""Smaller PyTorch models: int8 for ONNX Runtime, fp16 and bf16; docs/compress.md says what each is good for."""
 
 from __future__ import annotations
 
