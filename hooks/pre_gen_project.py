@@ -49,12 +49,11 @@ typing-extensions typing-inspection tzdata urllib3 uv virtualenv werkzeug wheel 
 IMPORTED = """
 absl aifc annotationlib antlr4 asynchat asyncore attr audioop backports binhex build_horovod cfnlint cgi cgitb chunk
 clang compress_helpers compression conftest crypt cuda dateutil demo distutils docs dotenv engine_helpers faulty
-functorch google graphql grpc hydra hydra_plugins imghdr imp isympy jobs jsonpatch_cli launch lib2to3 licenses
-locks mailcap markdown_it masks mpi4py mpl_toolkits msilib multirun mypyc needs nis nntplib
-noxfile nvidia ossaudiodev own pasta pil pipes pkg_resources poisoned predict profiling py pydevd_plugins pylab
-quantize_helpers rpds runs scipy scripts sklearn smtpd sndhdr spwd src sre_compile sre_constants sre_parse stalls
-store_helpers sunau talk telnetlib tensorflow_calibration tensorflow_fit tensorflow_reducer tests tomllib
-torch_calibration torch_halves torch_reducer torch_usual_recipe torchgen uu waiting xdist xdrlib xxlimited yaml
+functorch google graphql grpc hydra hydra_plugins imghdr imp isympy jobs jsonpatch_cli launch lib2to3 licenses locks
+mailcap markdown_it mpi4py mpl_toolkits msilib multirun mypyc needs nis nntplib noxfile nvidia ossaudiodev own pasta pil
+pipes pkg_resources predict profiling py pydevd_plugins pylab quantize_helpers rank_session rpds runs scipy scripts
+sklearn smtpd sndhdr spwd src sre_compile sre_constants sre_parse stalls store_helpers sunau telnetlib tests tomllib
+torch_halves torchgen uu waiting xdist xdrlib xxlimited yaml
 """
 DISTRIBUTIONS, MODULES = INSTALLED.split(), IMPORTED.split()
 

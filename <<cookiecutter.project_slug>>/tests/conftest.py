@@ -9,6 +9,7 @@ import pytest
 from jobs import ENGINES, SINGLE, start_job
 from needs import pytest_runtest_setup as pytest_runtest_setup
 
+collect_ignore = ["ranks"]  # test_ranks.py runs them
 os.environ |= SINGLE
 os.environ.pop("FORCE_COLOR", None)  # tests read what programs print
 

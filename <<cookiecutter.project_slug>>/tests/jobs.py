@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 ENGINES = [name for name in ("torch", "tensorflow") if (ROOT / "src" / PACKAGE / name).is_dir()]
 CONF = ROOT / "src" / PACKAGE / "conf"
 RANKS = Path(__file__).resolve().parent / "ranks"
+RANK_SESSION = RANKS.with_name("rank_session.py")
 # Half a step of a small run: enough for everything to happen once.
 SMALL = ("epochs=2", "data.evaluation_batch=64", "tracking.tensorboard=false")
 
@@ -76,10 +77,10 @@ def start_job(ranks: int, folder: Path, *overrides: str, options: tuple[str, ...
     return subprocess.Popen(command, cwd=ROOT, env=environment(), text=True, **pipes)  # type: ignore[call-overload,no-any-return]
 
 
-def run_ranks(ranks: int, *arguments: str) -> subprocess.CompletedProcess[str]:
+def run_ranks(ranks: int, *arguments: str, timeout: float = 180) -> subprocess.CompletedProcess[str]:
     """Run python with these arguments on several ranks over Gloo."""
     command = launched(ranks, sys.executable, *arguments)
-    return subprocess.run(command, env=environment(), text=True, capture_output=True, timeout=180, check=False)
+    return subprocess.run(command, env=environment(), text=True, capture_output=True, timeout=timeout, check=False)
 
 
 def launched(ranks: int, *command: str, options: tuple[str, ...] = ("--transport", "gloo")) -> list[str]:

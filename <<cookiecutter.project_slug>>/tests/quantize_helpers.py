@@ -8,14 +8,15 @@ from jobs import compose_config
 from << cookiecutter.package_name >>.data import digits
 from << cookiecutter.package_name >>.export.artefacts import PROGRAMS, load_predictor
 from << cookiecutter.package_name >>.export.command import export
+from << cookiecutter.package_name >>.ranks import Communicator
 from << cookiecutter.package_name >>.train import train
 
 
-def trained_model(engine: str, place: Path) -> Path:
+def trained_model(engine: str, place: Path, communicator: Communicator) -> Path:
     """The model folder of a short run."""
     options = ["epochs=8", "model=cnn", "model.width=16", "tracking.tensorboard=false"]
     train(compose_config(f"engine={engine}", *options), place / "run")
-    export(place / "run", "best", place / "model", "folder")
+    communicator.on_writer(lambda: export(place / "run", "best", place / "model", "folder"), "model")
     return place / "model"
 
 

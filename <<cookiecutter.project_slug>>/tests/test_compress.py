@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from compress_helpers import alone, command, compress_config, make_source, report_of, run_compress, zeros_in
-from jobs import ENGINES, PACKAGE, RANKS, run_ranks, wait_for_training
+from jobs import ENGINES, PACKAGE, wait_for_training
 from omegaconf import OmegaConf
 
 from << cookiecutter.package_name >>.checkpoints.lock import run_lock
@@ -145,12 +145,6 @@ def test_fewer_calibration_samples_than_ranks(source: Path, tmp_path: Path) -> N
     few = run_compress(source, tmp_path, "compress=int8", "compress.samples=1", ranks=2)
     assert few.returncode != 0
     assert "1 calibration samples for 2 ranks" in few.stdout + few.stderr
-
-
-@pytest.mark.slow
-def test_a_mask_that_differs_on_one_rank_is_caught(source: Path) -> None:
-    result = run_ranks(2, str(RANKS / "masks.py"))
-    assert all(f"rank {rank} passed" in result.stdout for rank in range(2)), result.stdout + result.stderr
 
 
 @pytest.mark.slow

@@ -1,13 +1,11 @@
-"""Plain model.fit on two ranks: with our optimizer it is one training, with Horovod's own it is two."""
+"""What plain model.fit refuses to train, and what comes of optimizers; ranks/test_tensorflow_model_fit.py trains."""
 
-import re
 import sys
 from pathlib import Path
 
 import keras
 import numpy as np
 import pytest
-from jobs import RANKS, run_ranks
 
 from << cookiecutter.package_name >>.checkpoints.store import Store
 from << cookiecutter.package_name >>.errors import UserError
@@ -15,8 +13,6 @@ from << cookiecutter.package_name >>.ranks import Communicator, open_communicato
 from << cookiecutter.package_name >>.tensorflow.callbacks import Synchronize, restore
 from << cookiecutter.package_name >>.tensorflow.models import mlp
 from << cookiecutter.package_name >>.tensorflow.optimizer import distribute
-
-SCRIPT = str(RANKS / "tensorflow_fit.py")
 
 
 @pytest.fixture(scope="module")
@@ -28,45 +24,6 @@ def communicator() -> Communicator:
 def full_precision() -> None:
     """Whatever an engine of an earlier test has set."""
     keras.config.set_dtype_policy("float32")
-
-
-def fit(ranks: int, folder: Path, *mode: str) -> str:
-    folder.mkdir(exist_ok=True)
-    result = run_ranks(ranks, SCRIPT, str(folder), *mode)
-    assert result.returncode == 0, result.stdout + result.stderr
-    return result.stdout
-
-
-def weights(folder: Path) -> list[np.ndarray]:
-    with np.load(folder / "weights.npz") as file:
-        return [file[name] for name in file.files]
-
-
-@pytest.mark.slow
-def test_two_ranks_are_one_training(tmp_path: Path) -> None:
-    """Also when it is stopped between epochs; the saved file has the plain optimizer in it."""
-    outputs = [fit(2, tmp_path / "pair"), fit(1, tmp_path / "one")]
-    outputs += [fit(2, tmp_path / "parts", "stopped"), fit(2, tmp_path / "parts", "resumed")]
-    assert all("the ranks agree" in output for output in outputs)
-    assert "from epoch 2" in outputs[-1]
-    for folder in ("one", "parts"):
-        for pair, other in zip(weights(tmp_path / "pair"), weights(tmp_path / folder), strict=True):
-            np.testing.assert_allclose(pair, other, rtol=1e-4, atol=1e-5)
-    losses = [float(re.findall(r"'loss': ([\d.e-]+)", output)[0]) for output in outputs[:2]]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
-    loaded = keras.saving.load_model(tmp_path / "pair" / "model.keras")
-    assert type(loaded.optimizer) is keras.optimizers.SGD
-    assert int(loaded.optimizer.iterations) == 80
-    newest = Store(tmp_path / "parts" / "checkpoints").newest_good()
-    assert newest
-    assert newest.step == 80
-    assert newest.meta["metrics"]["accuracy"] > 0.8
-
-
-@pytest.mark.slow
-def test_horovods_own_optimizer_trains_two_models(tmp_path: Path) -> None:
-    """The reason for ours; when this fails, Horovod works with Keras 3."""
-    assert "the ranks differ" in fit(2, tmp_path / "theirs", "horovods")
 
 
 def make_model(optimizer: keras.optimizers.Optimizer, jit: bool = False) -> keras.Model:

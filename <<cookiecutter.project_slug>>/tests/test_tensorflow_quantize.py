@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from jobs import RANKS, compose_config, run_ranks
+from jobs import compose_config
 from quantize_helpers import accuracy, trained_model
 
 from << cookiecutter.package_name >>.compress.quantization import post_training
@@ -23,9 +23,9 @@ def communicator() -> Communicator:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(communicator: Communicator, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A trained model of digits."""
-    return trained_model("tensorflow", tmp_path_factory.mktemp("tensorflow"))
+    return trained_model("tensorflow", tmp_path_factory.mktemp("tensorflow"), communicator)
 
 
 @pytest.mark.slow
@@ -76,14 +76,3 @@ def test_bad_input(
     with pytest.raises(UserError, match=sentence):
         post_training(folder, tmp_path / name, method, data, communicator, skip)
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.slow
-def test_two_ranks_calibrate_together(folder: Path, communicator: Communicator, tmp_path: Path) -> None:
-    done = run_ranks(2, str(RANKS / "tensorflow_calibration.py"), str(folder), str(tmp_path / "two.tflite"))
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("passed") == 2, done.stdout + done.stderr
-    samples = validation_samples(compose_config("engine=tensorflow"), 64)
-    post_training(folder, tmp_path / "one.tflite", "static", [samples], communicator)
-    one, two = (load_predictor(tmp_path / name)(samples) for name in ("one.tflite", "two.tflite"))
-    assert np.array_equal(one, two)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from engine_helpers import RATE, check_states, check_training, make, train, weights
 from hydra.utils import instantiate
-from jobs import RANKS, choices, compose_config, run_ranks
+from jobs import choices, compose_config
 
 from << cookiecutter.package_name >>.errors import UserError
 from << cookiecutter.package_name >>.ranks import Communicator, open_communicator
@@ -44,13 +44,6 @@ def test_what_needs_a_gpu_is_refused_without_one(communicator: Communicator, ove
         pytest.skip("there is a GPU")
     with pytest.raises(UserError, match=sentence):
         make(communicator, override)
-
-
-@pytest.mark.slow
-def test_the_usual_recipe_leaves_the_ranks_apart() -> None:
-    """The reason why every rank loads a checkpoint itself; when this fails, Horovod has mended it."""
-    result = run_ranks(2, str(RANKS / "torch_usual_recipe.py"))
-    assert "the ranks differ" in result.stdout, result.stdout + result.stderr
 
 
 def test_a_step_is_the_plain_optimizers_step(communicator: Communicator) -> None:

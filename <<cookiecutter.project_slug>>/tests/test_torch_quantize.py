@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from jobs import RANKS, compose_config, run_ranks
+from jobs import compose_config
 from quantize_helpers import accuracy, trained_model
 from torch import nn
 
@@ -38,9 +38,9 @@ def communicator() -> Communicator:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(communicator: Communicator, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A trained model of digits."""
-    return trained_model("torch", tmp_path_factory.mktemp("torch"))
+    return trained_model("torch", tmp_path_factory.mktemp("torch"), communicator)
 
 
 @pytest.mark.slow
@@ -213,13 +213,3 @@ def test_a_model_that_cannot_be_traced() -> None:
 
     with pytest.raises(UserError, match="Branches cannot be traced"):
         prepare(Branches())
-
-
-@pytest.mark.slow
-def test_two_ranks_calibrate_together(folder: Path, communicator: Communicator, tmp_path: Path) -> None:
-    done = run_ranks(2, str(RANKS / "torch_calibration.py"), str(folder), str(tmp_path / "two.onnx"))
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("passed") == 2, done.stdout + done.stderr
-    samples = validation_samples(compose_config("engine=torch"), 96)
-    post_training(folder, tmp_path / "one.onnx", "static", [samples], communicator)
-    assert weigh(tmp_path / "two.onnx").sha256 == weigh(tmp_path / "one.onnx").sha256

@@ -13,15 +13,14 @@ import pytest
 from conftest import Job
 from jobs import (
     PACKAGE,
+    RANK_SESSION,
     RANKS,
     ROOT,
-    SMALL,
     current_engine,
     environment,
     is_alive,
     launched,
     mounted,
-    read_lines,
     run_ranks,
     start_job,
     values,
@@ -36,19 +35,6 @@ pytestmark = pytest.mark.slow
 each_engine = pytest.mark.usefixtures("engine")
 
 DOWN_S = 15  # the promise: all ranks are gone so many seconds after one has died
-
-
-@pytest.mark.parametrize("script", ["talk", "{engine}_reducer"])
-def test_collectives_and_reducer(engine: str, script: str) -> None:
-    result = run_ranks(2, str(RANKS / f"{script.format(engine=engine)}.py"))
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert all(f"rank {rank} passed" in result.stdout for rank in range(2))
-
-
-@each_engine
-def test_no_rank_unpickles_what_another_sends(tmp_path: Path) -> None:
-    result = run_ranks(2, "-m", "poisoned", "tracking.tensorboard=false", "epochs=1", f"hydra.run.dir={tmp_path}/run")
-    assert result.returncode == 0, result.stdout + result.stderr
 
 
 @each_engine
@@ -81,40 +67,6 @@ def evaluate(ranks: int, *arguments: str | Path) -> dict[str, float]:
     return measured
 
 
-@each_engine
-def test_one_two_and_three_ranks_train_alike(job: Job, tmp_path: Path) -> None:
-    """With SGD too: test_resume.py changes the number of ranks on the way."""
-    overrides = ["data.global_batch=96", "horovod.accumulation=2", "data.workers=1", "clip_norm=1.0", "optimizer=adamw"]
-    for ranks in (1, 2, 3):
-        result = job(ranks, *SMALL, "tracking.log_every=5", *overrides, folder=tmp_path / str(ranks))
-        assert result.returncode == 0, result.stdout
-    for name in ("train/loss", "val/loss", "val/accuracy"):
-        alone, *others = (values(tmp_path / str(ranks), name) for ranks in (1, 2, 3))
-        assert len(alone) >= 2
-        for other in others:
-            assert other == pytest.approx(alone, rel=1e-4)
-
-
-def test_replicate(job: Job, tmp_path: Path) -> None:
-    result = job(2, *SMALL, "data.distribution=replicate")
-    assert result.returncode == 0, result.stdout
-    assert read_lines(tmp_path / "run")[-1]["step"] == 2 * 45  # 1,438 samples in batches of 32, on each rank
-    assert values(tmp_path / "run", "val/accuracy")[-1] > 0.9
-
-
-@each_engine
-def test_batch_norm_fp16_on_the_wire_and_adasum(job: Job, tmp_path: Path) -> None:
-    layout = ["channels_last=true"] if current_engine() == "torch" else []  # TensorFlow has no other
-    result = job(2, *SMALL, "model=cnn", "horovod.compression=fp16", "horovod.groups=2", *layout)
-    assert result.returncode == 0, result.stdout
-    assert values(tmp_path / "run", "val/accuracy")[-1] > 0.9
-    result = job(2, *SMALL, "horovod.op=adasum", "schedule.scaling=adasum", folder=tmp_path / "adasum")
-    if "adasum needs MPI" in result.stdout:  # the job runs over Gloo here: then it is refused in one sentence
-        assert result.returncode != 0
-    else:
-        assert values(tmp_path / "adasum", "val/accuracy")[-1] > 0.9
-
-
 FAILS_LATER = ("data.source._target_=faulty.fails_later", "~data.source.validation_fraction")
 
 
@@ -128,14 +80,6 @@ def test_the_same_run_goes_on_where_it_was(job: Job, tmp_path: Path, monkeypatch
     assert second.returncode == 0, second.stdout
     for name in ("train/loss", "val/loss", "lr"):
         assert values(tmp_path / "run", name) == values(tmp_path / "whole", name)
-    for option, sentence in (
-        ("resume=never", "resume=never, but .* already has checkpoints"),
-        ("resume=next", "there is no checkpoint 'next'"),
-        ("seed=1", "seed was 0 and is 1 now, which .* cannot go on with"),
-    ):
-        refused = job(2, "epochs=3", *FAILS_LATER, option)
-        assert re.search(f"error: {sentence}", refused.stdout)
-        assert refused.returncode == 2
 
 
 @each_engine
@@ -189,10 +133,10 @@ def test_a_rank_that_does_not_come_ends_the_job() -> None:
 @pytest.mark.root
 def test_gloo_takes_the_network_that_it_is_told() -> None:
     """Also where the host's name has no address, as in some containers; Horovod's own build crashes there."""
-    ranks = launched(2, sys.executable, str(RANKS / "talk.py"))
+    ranks = launched(2, sys.executable, str(RANK_SESSION), "-k", "communicator")
     command = ["unshare", "--uts", "bash", "-c", f"hostname nameless && {shlex.join(ranks)}"]
     result = subprocess.run(command, env=environment(), text=True, capture_output=True, timeout=120, check=False)
-    assert all(f"rank {rank} passed" in result.stdout for rank in range(2)), result.stdout + result.stderr
+    assert result.returncode == 0, result.stdout + result.stderr
 
 
 @each_engine
@@ -201,19 +145,6 @@ def test_a_rank_that_cannot_start_ends_all(job: Job) -> None:
     assert result.returncode != 0
     assert "rank 1: " in result.stdout
     assert "no data on this host" in result.stdout
-
-
-@each_engine
-def test_a_loss_that_is_not_a_number(job: Job, tmp_path: Path) -> None:
-    faulty = ["data.source._target_=faulty.not_a_number", "~data.source.validation_fraction"]
-    # The activation of a hidden layer can make 0 of it.
-    stopped = job(2, *SMALL, *faulty, "model.hidden=[]", "horovod.compression=fp16")
-    assert stopped.returncode == 2
-    assert stopped.stdout.count("error: the loss is not finite between steps") == 1
-    assert "try horovod.compression=none instead of fp16, or a larger horovod.predivide_factor" in stopped.stdout
-    skipped = job(2, *SMALL, *faulty, "on_nan=skip", "model=cnn", "tracking.log_every=1", folder=tmp_path / "skip")
-    assert skipped.returncode == 0, skipped.stdout
-    assert values(tmp_path / "skip", "val/accuracy")[-1] > 0.9
 
 
 def test_a_batch_smaller_than_the_ranks(job: Job) -> None:

@@ -14,11 +14,13 @@ from << cookiecutter.package_name >>.sampler import Indices
 
 
 class FailsLater(ArrayDataset):
-    """Digits until epoch 1, then an exception on rank 1, while FAULT is set."""
+    """Digits until epoch 1, then an exception on the victims, while FAULT is set."""
+
+    victims: tuple[int, ...] = (1,)
 
     def fetch(self, indices: Indices, epoch: int) -> Samples:
-        if epoch == 1 and launched_rank() == 1 and os.environ.get("FAULT"):
-            raise ValueError("the disk of rank 1 is gone")
+        if epoch == 1 and launched_rank() in self.victims and os.environ.get("FAULT"):
+            raise ValueError(f"the disk of rank {launched_rank()} is gone")
         return super().fetch(indices, epoch)
 
 

@@ -1,14 +1,14 @@
-"""Run on 2 ranks by test_two_ranks.py: what the reducer promises, checked on every rank."""
+"""What the reducer promises, checked on every rank."""
 
 from typing import Any
 
+import pytest
 import torch
 from jobs import compose_config
-from talk import expect
 from torch import nn
 
 from << cookiecutter.package_name >>.errors import UserError
-from << cookiecutter.package_name >>.ranks import Communicator, open_communicator
+from << cookiecutter.package_name >>.ranks import Communicator
 from << cookiecutter.package_name >>.torch.engine import build
 from << cookiecutter.package_name >>.torch.powersgd import PowerSGD
 from << cookiecutter.package_name >>.torch.reducer import Reducer, averaged, broadcast_model
@@ -19,7 +19,10 @@ def gradients(model: nn.Module, inputs: torch.Tensor) -> None:
         (model(inputs).square().sum() / 5).backward()
 
 
-def check_reducer(ranks: Communicator, groups: int | None, compression: Any) -> None:
+@pytest.mark.parametrize(
+    ("groups", "compression"), [(None, "none"), (3, "none"), (1, "fp16"), (None, {"_target_": "torch_halves.Halves"})]
+)
+def test_the_gradient_is_that_of_all_samples(ranks: Communicator, groups: int | None, compression: Any) -> None:
     """5 samples, 3 on rank 0 and 2 or none on rank 1, give the gradient of all of them."""
     torch.manual_seed(ranks.rank)
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
@@ -42,7 +45,7 @@ def check_reducer(ranks: Communicator, groups: int | None, compression: Any) -> 
             torch.testing.assert_close(got, wanted, rtol=tolerance, atol=tolerance)
 
 
-def check_large(ranks: Communicator) -> None:
+def test_large_gradients(ranks: Communicator) -> None:
     """Gradients that fp16 can hold only when they are divided first, and their sum not even then but after."""
     for compression, value in (("none", 40_000.0), ("fp16", 40_000.0), ("fp16", 80_000.0)):
         model = nn.Linear(1, 1, bias=False)
@@ -53,7 +56,7 @@ def check_large(ranks: Communicator) -> None:
         assert [p.grad.item() for p in model.parameters() if p.grad is not None] == [2 * value], compression
 
 
-def check_powersgd(ranks: Communicator) -> None:
+def test_powersgd(ranks: Communicator) -> None:
     """Exact for gradients of few samples; else what is lost in a step stays with the ranks, to the last bit of it."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 48), nn.Tanh(), nn.Linear(48, 40))
@@ -78,29 +81,25 @@ def check_powersgd(ranks: Communicator) -> None:
         reducer.clear()
 
 
-def check_weights(ranks: Communicator) -> None:
+def test_ranks_start_equal(ranks: Communicator) -> None:
     """Engines start equal on all ranks; one disturbed bit on one rank is noticed and named."""
     engine = build(compose_config("data.batch_size=8"), ranks)
     ranks.check_equal(engine.fingerprint(), "the weights")
     if ranks.rank == 1:
         parameter = next(engine.model.parameters()).data
         parameter.view(-1)[0] = torch.nextafter(parameter.view(-1)[0], torch.tensor(9.0))
-    expect(RuntimeError, lambda: ranks.check_equal(engine.fingerprint(), "the weights"), "the weights of rank 1 differ")
+    with pytest.raises(RuntimeError, match="the weights of rank 1 differ"):
+        ranks.check_equal(engine.fingerprint(), "the weights")
 
 
-def main() -> None:
-    ranks = open_communicator("torch", {"stall_shutdown_s": 60})
-    check_weights(ranks)
-    for groups, compression in ((None, "none"), (3, "none"), (1, "fp16"), (None, {"_target_": "torch_halves.Halves"})):
-        check_reducer(ranks, groups, compression)
-    check_large(ranks)
-    check_powersgd(ranks)
-    if not ranks.hvd.mpi_enabled():
-        expect(UserError, lambda: Reducer(nn.Linear(1, 1), ranks, op="adasum"), "adasum needs MPI")
+def test_adasum_needs_mpi(ranks: Communicator) -> None:
+    if ranks.hvd.mpi_enabled():
+        Reducer(nn.Linear(1, 1), ranks, op="adasum")
+        return
+    with pytest.raises(UserError, match="adasum needs MPI"):
+        Reducer(nn.Linear(1, 1), ranks, op="adasum")
+
+
+def test_means(ranks: Communicator) -> None:
     mean = averaged([torch.full((2,), float(ranks.rank)), torch.tensor(7)], ranks, "mean")
     assert (mean[0].tolist(), mean[1].item()) == ([0.5, 0.5], 7)
-    print(f"rank {ranks.rank} passed")
-
-
-if __name__ == "__main__":
-    main()

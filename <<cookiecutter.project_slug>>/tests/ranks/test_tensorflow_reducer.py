@@ -1,19 +1,20 @@
-"""Run on 2 ranks by test_two_ranks.py: what the reducer promises, checked on every rank."""
+"""What the reducer promises, checked on every rank."""
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 from jobs import compose_config
-from talk import expect
 
 from << cookiecutter.package_name >>.errors import UserError
-from << cookiecutter.package_name >>.ranks import Communicator, open_communicator
+from << cookiecutter.package_name >>.ranks import Communicator
 from << cookiecutter.package_name >>.tensorflow.engine import build
 from << cookiecutter.package_name >>.tensorflow.optimizer import distribute
 from << cookiecutter.package_name >>.tensorflow.reducer import Reducer, averaged, broadcast_variables
 
 
-def check_reducer(ranks: Communicator, groups: int | None, compression: str) -> None:
+@pytest.mark.parametrize(("groups", "compression"), [(None, "none"), (3, "none"), (1, "fp16")])
+def test_the_gradient_is_that_of_all_samples(ranks: Communicator, groups: int | None, compression: str) -> None:
     """5 samples, 3 on rank 0 and 2 or none on rank 1, give the gradient of all of them."""
     keras.utils.set_random_seed(ranks.rank)
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(8, "tanh"), keras.layers.Dense(2)])
@@ -35,7 +36,7 @@ def check_reducer(ranks: Communicator, groups: int | None, compression: str) -> 
             np.testing.assert_allclose(got, wanted, rtol=tolerance, atol=tolerance)
 
 
-def check_large(ranks: Communicator) -> None:
+def test_large_gradients(ranks: Communicator) -> None:
     """Gradients that fp16 can hold only when they are divided first, and their sum not even then but after."""
     for op, factor in (("sum", 2), ("average", 1)):
         for compression, value in (("none", 40_000.0), ("fp16", 40_000.0), ("fp16", 80_000.0)):
@@ -45,7 +46,7 @@ def check_large(ranks: Communicator) -> None:
             assert weight.numpy().tolist() == [-factor * value], (op, compression)
 
 
-def check_weights(ranks: Communicator) -> None:
+def test_ranks_start_equal(ranks: Communicator) -> None:
     """Engines start equal on all ranks; one disturbed bit on one rank is noticed and named."""
     engine = build(compose_config("data.batch_size=8"), ranks)
     ranks.check_equal(engine.fingerprint(), "the weights")
@@ -54,21 +55,18 @@ def check_weights(ranks: Communicator) -> None:
         value = variable.numpy()
         value.flat[0] = np.nextafter(value.flat[0], np.float32(9))
         variable.assign(value)
-    expect(RuntimeError, lambda: ranks.check_equal(engine.fingerprint(), "the weights"), "the weights of rank 1 differ")
+    with pytest.raises(RuntimeError, match="the weights of rank 1 differ"):
+        ranks.check_equal(engine.fingerprint(), "the weights")
 
 
-def main() -> None:
-    ranks = open_communicator("tensorflow", {"stall_shutdown_s": 60})
-    check_weights(ranks)
-    for groups, compression in ((None, "none"), (3, "none"), (1, "fp16")):
-        check_reducer(ranks, groups, compression)
-    check_large(ranks)
-    if not ranks.hvd.mpi_enabled():
-        expect(UserError, lambda: Reducer(op="adasum"), "adasum needs MPI")
+def test_adasum_needs_mpi(ranks: Communicator) -> None:
+    if ranks.hvd.mpi_enabled():
+        Reducer(op="adasum")
+        return
+    with pytest.raises(UserError, match="adasum needs MPI"):
+        Reducer(op="adasum")
+
+
+def test_means(ranks: Communicator) -> None:
     mean = averaged([tf.fill((2,), float(ranks.rank)), tf.constant(7)], "mean")
     assert (mean[0].numpy().tolist(), int(mean[1])) == ([0.5, 0.5], 7)
-    print(f"rank {ranks.rank} passed")
-
-
-if __name__ == "__main__":
-    main()
