@@ -29,7 +29,7 @@ PARTS = {
         "tests/*compress*",
         "tests/*quantize*",
         "tests/ranks/*_calibration.py",
-        "tests/ranks/masks.py",
+        "tests/ranks/test_pruning_masks.py",
     ),
     "use_slurm": ("launch/slurm.sbatch",),
     "use_kubernetes": ("launch/kubernetes.yaml",),

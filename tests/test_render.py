@@ -66,7 +66,7 @@ OPTIONAL = {
 # Paths of the package, tests and docs that an answer brings.
 CODE = {
     "use_container": r"docs/container\.md",
-    "use_compression": r"/compress[/.]|_compress|compress_|quantize|ranks/(.*_calibration|masks)\.py",
+    "use_compression": r"/compress[/.]|_compress|compress_|quantize|ranks/test_(.*_calibration|pruning_masks)\.py",
 }
 # What no other file may name where it was left out.
 NAMES = {
