@@ -31,6 +31,13 @@ PARTS = {
         "tests/ranks/*_calibration.py",
         "tests/ranks/test_pruning_masks.py",
     ),
+    "use_cluster": (
+        f"{PACKAGE}/cluster",
+        "docs/cluster*.md",
+        "launch/elastic.sh",
+        "launch/hosts.example",
+        "launch/ssh.sh",
+    ),
     "use_slurm": ("launch/slurm.sbatch",),
     "use_kubernetes": ("launch/kubernetes.yaml",),
 }

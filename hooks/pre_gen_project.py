@@ -128,7 +128,8 @@ def main() -> None:
     check_choice("python_version", PYTHONS)
     check_choice("cuda_version", tuple(ANSWERS["_pins"]))
     check_choice("license", LICENSES)
-    check_part("use_kubernetes", "use_container")
+    check_part("use_slurm", "use_cluster")
+    check_part("use_kubernetes", "use_container", "use_cluster")
 
 
 main()

@@ -40,7 +40,8 @@ CHOICES: dict[str, list[Any]] = {
     **{key: QUESTIONS[key] for key in ("framework", "cuda_version")},
     **{key: [default, not default] for key, default in QUESTIONS.items() if isinstance(default, bool)},
 }
-NEEDED = {"use_kubernetes": ("use_container",)}  # else an answer is refused
+# Else an answer is refused.
+NEEDED = {"use_slurm": ("use_cluster",), "use_kubernetes": ("use_container", "use_cluster")}
 OTHERS = {key: itertools.cycle(QUESTIONS[key]) for key in ("python_version", "license")}  # nothing depends on these
 
 

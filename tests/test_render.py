@@ -40,10 +40,7 @@ SHELL = {
     ".gitignore",
     "LICENSE",
     "README.md",
-    "launch/elastic.sh",
-    "launch/hosts.example",
     "launch/local.sh",
-    "launch/ssh.sh",
     "noxfile.py",
     "pyproject.toml",
     "scripts/build_horovod.py",
@@ -60,6 +57,7 @@ OPTIONAL = {
         "docker/health.sh",
         "docker/sshd_config",
     },
+    "use_cluster": {"launch/elastic.sh", "launch/hosts.example", "launch/ssh.sh"},
     "use_slurm": {"launch/slurm.sbatch"},
     "use_kubernetes": {"launch/kubernetes.yaml"},
 }
@@ -67,11 +65,14 @@ OPTIONAL = {
 CODE = {
     "use_container": r"docs/container\.md",
     "use_compression": r"/compress[/.]|_compress|compress_|quantize|ranks/test_(.*_calibration|pruning_masks)\.py",
+    "use_cluster": r"/cluster[/.-]",
 }
 # What no other file may name where it was left out.
 NAMES = {
     "use_container": r"\bDockerfile\b|\bcompose\.yaml|\bdocker/|docs/container|image\.yml|launch/kubernetes",
     "use_compression": r"compress\.md|\bcompress=|module compress|my_training\.compress|torch.pruning",
+    # The launcher may name a script in the sentence that only a project with all of them says.
+    "use_cluster": r"launch/hosts|hosts\.example|cluster(-troubles)?\.md|my_training\.cluster|launch/ssh\.sh(?! or)",
     "use_slurm": r"slurm\.sbatch",
     "use_kubernetes": r"launch/kubernetes",
 }
