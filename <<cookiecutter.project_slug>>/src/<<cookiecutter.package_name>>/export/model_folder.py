@@ -71,7 +71,7 @@ def build_model(folder: Path, trusted: Sequence[str] = ()) -> Any:
     try:
         return instantiate(model, _convert_="all")
     except Exception as error:
-        reason = error.__cause__ or error
+        reason = " ".join(str(error.__cause__ or error).split())
         raise UserError(f"{folder / DESCRIPTION} does not fit its architecture ({reason}): export it again") from error
 
 
