@@ -9,7 +9,12 @@ from jobs import compose_config
 from quantize_helpers import trained_model
 
 from << cookiecutter.package_name >>.compress.quantization import post_training
-from << cookiecutter.package_name >>.compress.torch.fake_quantize import calibrating, merge_ranges, prepare, quantizers
+from << cookiecutter.package_name >>.compress.torch.fake_quantize import (
+    calibrating,
+    merge_ranges,
+    prepare,
+    quantizers,
+)
 from << cookiecutter.package_name >>.errors import UserError
 from << cookiecutter.package_name >>.export.artefacts import weigh
 from << cookiecutter.package_name >>.export.command import validation_samples
