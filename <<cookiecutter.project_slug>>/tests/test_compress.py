@@ -18,7 +18,13 @@ from << cookiecutter.package_name >>.checkpoints.lock import run_lock
 from << cookiecutter.package_name >>.checkpoints.store import Store
 from << cookiecutter.package_name >>.compress.command import compress
 from << cookiecutter.package_name >>.compress.measure import answers, missed
-from << cookiecutter.package_name >>.compress.pruning import cubic, pack, smallest_off, two_of_four, unpack
+from << cookiecutter.package_name >>.compress.pruning import (
+    cubic,
+    pack,
+    smallest_off,
+    two_of_four,
+    unpack,
+)
 from << cookiecutter.package_name >>.compress.report import front
 from << cookiecutter.package_name >>.errors import UserError
 
