@@ -113,9 +113,9 @@ def lint(session: nox.Session) -> None:
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """Runs the tests, two at a time; arguments go to pytest instead."""
+    """Runs the quick tests, two at a time; arguments go to pytest instead: `nox -s tests -- -m slow` runs the rest."""
     use_environment(session)
-    run(session, "pytest", *(session.posargs or ["-n", "2", "--dist", "loadfile"]))
+    run(session, "pytest", *(session.posargs or ["-m", "not slow", "-n", "2", "--dist", "loadfile"]))
 
 
 @nox.session(default=False, venv_backend="virtualenv")

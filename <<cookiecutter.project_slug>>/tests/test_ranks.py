@@ -7,12 +7,10 @@ from pathlib import Path
 import pytest
 from jobs import RANK_SESSION, run_ranks
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.mark.timeout(900)
 @pytest.mark.usefixtures("engine")
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_all_of_these_pass_on_every_rank(ranks: int) -> None:
     done = run_ranks(ranks, str(RANK_SESSION), "--durations=5", timeout=800)
     sys.stdout.write(done.stdout)
@@ -36,6 +34,7 @@ def test_fourth(ranks):
 """
 
 
+@pytest.mark.slow
 def test_what_fails_on_one_rank_is_named_and_leaves_no_rank_waiting(tmp_path: Path) -> None:
     """The tests go on after the first, and not after the third."""
     (tmp_path / "test_faulty.py").write_text(FAULTY)

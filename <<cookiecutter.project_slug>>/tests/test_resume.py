@@ -63,7 +63,6 @@ def train_here(folder: Path, *overrides: str) -> Path:
 
 
 @each_engine
-@pytest.mark.slow
 def test_killed_at_random_moments_it_ends_with_the_same_bits(job: Job, tmp_path: Path) -> None:
     """KILLS=50 in the environment makes it the long version."""
     options = ("epochs=6", "model=cnn", "model.width=4", "optimizer=adamw", "checkpoint.every_steps=5", *QUICK)
