@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +15,13 @@ os.environ |= SINGLE
 os.environ.pop("FORCE_COLOR", None)  # tests read what programs print
 
 Job = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture(autouse=True)
+def full_precision() -> None:
+    """Whatever an engine of an earlier test has set."""
+    if keras := sys.modules.get("keras"):
+        keras.config.set_dtype_policy("float32")
 
 
 @pytest.fixture(params=ENGINES)

@@ -20,12 +20,6 @@ def communicator() -> Communicator:
     return open_communicator("tensorflow")
 
 
-@pytest.fixture(autouse=True)
-def full_precision() -> None:
-    """Whatever an engine of an earlier test has set."""
-    keras.config.set_dtype_policy("float32")
-
-
 def make_model(optimizer: keras.optimizers.Optimizer, jit: bool = False) -> keras.Model:
     model = mlp([4], 2, hidden=[3])
     model.compile(optimizer, "mse", jit_compile=jit)
