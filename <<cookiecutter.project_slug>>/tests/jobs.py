@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from hydra import compose, initialize_config_module
 from hydra.core.hydra_config import HydraConfig
@@ -69,12 +70,21 @@ def environment() -> dict[str, str]:
     return {**inherited, "PATH": path, "PYTHONPATH": modules}
 
 
+class StartedJob(subprocess.Popen[str]):
+    """A job that does not go on when the test that watches it has failed."""
+
+    def __exit__(self, kind: type[BaseException] | None, *more: Any) -> None:
+        if kind:
+            self.terminate()
+        super().__exit__(kind, *more)
+
+
 def start_job(ranks: int, folder: Path, *overrides: str, options: tuple[str, ...] = ()) -> subprocess.Popen[str]:
     """Start training through the project's own launcher."""
     settings = [f"engine={current_engine()}", f"hydra.run.dir={folder}", *overrides]
     command = ["launch/local.sh", "-n", str(ranks), *options, *settings]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    return subprocess.Popen(command, cwd=ROOT, env=environment(), text=True, **pipes)  # type: ignore[call-overload,no-any-return]
+    return StartedJob(command, cwd=ROOT, env=environment(), text=True, **pipes)  # type: ignore[call-overload,no-any-return]
 
 
 def run_ranks(ranks: int, *arguments: str, timeout: float = 180) -> subprocess.CompletedProcess[str]:

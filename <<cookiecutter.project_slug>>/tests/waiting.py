@@ -7,7 +7,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-def wait_until(condition: Callable[[], T], what: str, seconds: float = 60) -> T:
+def wait_until(condition: Callable[[], T], what: str, seconds: float = 120) -> T:
     """The condition's first value that is true; a failure that says what did not come."""
     deadline = time.monotonic() + seconds
     while not (value := condition()):

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from jobs import ROOT, environment, is_alive, launched, start_job, wait_for_training
+from jobs import ROOT, StartedJob, environment, is_alive, launched, start_job, wait_for_training
 from test_launch import TRANSPORTS
 from waiting import wait_until
 
@@ -27,7 +27,7 @@ def start(what: str, folder: Path, transport: str, *options: str) -> subprocess.
     command = [sys.executable, str(Path(__file__).parent / "misbehaves.py"), what, str(folder)]
     launcher = launched(2, *command, options=("--transport", transport, *options))
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    return subprocess.Popen(launcher, cwd=ROOT, env=environment(), text=True, **pipes)  # type: ignore[call-overload,no-any-return]
+    return StartedJob(launcher, cwd=ROOT, env=environment(), text=True, **pipes)  # type: ignore[call-overload,no-any-return]
 
 
 def wait_for(folder: Path, pattern: str, count: int) -> list[Path]:
