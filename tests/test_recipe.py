@@ -94,7 +94,7 @@ def test_a_cached_wheel_is_not_built_again(python: Path, wheel: Path, tmp_path: 
 
 @pytest.mark.long
 def test_wheel_is_small_and_says_what_it_needs(wheel: Path) -> None:
-    assert wheel.stat().st_size < 1.5e6
+    assert wheel.stat().st_size < 2e6  # for two frameworks
     assert re.match(r"horovod-0\.28\.1\+torch\d+\.\d+\.\d+\.", wheel.name)
     with zipfile.ZipFile(wheel) as archive:
         (metadata,) = (name for name in archive.namelist() if name.endswith("/METADATA"))
